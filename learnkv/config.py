@@ -1,0 +1,273 @@
+"""Recipes: a YAML file and key=value arguments into the typed dataclass that a command reads.
+
+A command declares one dataclass with a `recipe: str` field (its default recipe, "" for none), plain values, and sections: dataclasses
+that live beside what reads them.  A recipe file may hold sections of several commands; each takes its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from learnkv.names import nearest, unknown
+
+RECIPES = Path(__file__).parent / "recipes"
+
+# what a recipe file may hold at its top; a command skips what is not its own, and anything else is a mistake
+SHARED = frozenset({"model", "seed", "method", "prompts", "record", "gate", "train", "evaluate", "generate", "bench"})
+
+S = TypeVar("S")
+
+
+def main(run: Callable[[S], None], schema: type[S], argv: Sequence[str] | None = None) -> int:
+    """The exit status of `run` on the arguments: 0, 2 after one line on a user's mistake, 130 after Ctrl-C.
+
+    Errors that are ours (AssertionError, TypeError, ...) keep their traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not arguments or "--help" in arguments:
+            print(usage([a for a in arguments if a != "--help"], schema, run.__module__))
+            return 0 if arguments else 2
+        run(load(arguments, schema))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def load(argv: Sequence[str], schema: type[S]) -> S:
+    """The schema's defaults, then the recipe file, then the key=value arguments; later ones win.
+
+    argv    ["recipe=kvp", "train.steps=100"]
+    schema  a dataclass with a `recipe` field
+    """
+    return instance(resolve(argv, schema), schema)
+
+
+def build(schema: type[S], values: Mapping[str, object], where: str) -> S:
+    """A dataclass from plain values, for a section whose type depends on another key (a gate's config on its method).
+
+    where  names the values in an error, "recipe kvp: gate"
+    """
+    return instance(merge(OmegaConf.structured(schema), OmegaConf.create(dict(values)), schema, where), schema)
+
+
+def dump(recipe: object) -> str:
+    """The resolved recipe as YAML that `recipe=FILE` reads again."""
+    assert dataclasses.is_dataclass(recipe) and not isinstance(recipe, type)
+    values = dataclasses.asdict(recipe)
+    source = values.pop("recipe", "")
+    return f"# resolved from recipe={source}\n" + yaml.safe_dump(plain(values), sort_keys=False, allow_unicode=True)
+
+
+def plain(value: object) -> object:
+    """The value in YAML's own types: paths as text, tuples as lists."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return escape(str(value)) if isinstance(value, Path | str) else value
+
+
+# ---- from text to values
+
+
+def resolve(argv: Sequence[str], schema: type[S]) -> DictConfig:
+    """The merged values, not yet an instance; mandatory ones may still be missing."""
+    pairs = [split(argument) for argument in argv]
+    name = dict(pairs).get("recipe", default_recipe(schema))
+    config = OmegaConf.structured(schema)
+    if name:
+        config = merge(config, shared_part(read_recipe(name), schema), schema, f"recipe {name}")
+    for key, text in pairs:
+        config = merge(config, argument_value(key, text, schema), schema, f"argument {key}={text}")
+    return config
+
+
+def split(argument: str) -> tuple[str, str]:
+    key, equals, text = argument.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+        raise ValueError(f"argument {argument!r} is not of the form key=value; --help lists the keys")
+    return key, text
+
+
+def default_recipe(schema: type) -> str:
+    field = {f.name: f for f in dataclasses.fields(schema)}["recipe"]
+    assert isinstance(field.default, str), f"{schema.__name__}.recipe needs a default, '' for none"
+    return field.default
+
+
+def recipe_names() -> list[str]:
+    """Every shipped recipe: `kvp`, `paper/kvp`, ..."""
+    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
+
+
+def recipe_file(name: str) -> Path:
+    """A path ending in .yaml is a file; anything else a shipped recipe."""
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise ValueError(f"recipe file {name} does not exist; shipped recipes go by name: {', '.join(recipe_names())}")
+        return Path(name)
+    if name not in recipe_names():
+        raise ValueError(f"{unknown('recipe', name, recipe_names())}; a recipe of your own ends in .yaml")
+    return RECIPES / f"{name}.yaml"
+
+
+def read_recipe(name: str) -> DictConfig:
+    """The values in a recipe's file, unchecked."""
+    path = recipe_file(name)
+    try:
+        values = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ValueError(f"recipe file {path} is not valid YAML: {one_line(error)}") from error
+    if not isinstance(values, DictConfig):
+        raise ValueError(f"recipe file {path} holds a {type(OmegaConf.to_object(values)).__name__}, not keys and values")
+    return values
+
+
+def shared_part(values: DictConfig, schema: type) -> DictConfig:
+    """Without the sections that other commands own."""
+    own = {field.name for field in dataclasses.fields(schema)}
+    return OmegaConf.masked_copy(values, [str(key) for key in values if key in own - {"recipe"} or key not in SHARED])
+
+
+def merge(config: DictConfig, values: DictConfig, schema: type, where: str) -> DictConfig:
+    """OmegaConf's merge, its errors in our words."""
+    try:
+        return typing.cast(DictConfig, OmegaConf.merge(config, values))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{where}: {explain(error, schema)}") from error
+
+
+def instance(config: DictConfig, schema: type[S]) -> S:
+    try:
+        made = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ValueError(explain(error, schema)) from error
+    assert isinstance(made, schema)
+    return made
+
+
+def explain(error: OmegaConfBaseException, schema: type) -> str:
+    """The key, what is wrong with its value, or which keys are near it."""
+    key, text = error.full_key or "", str(error).splitlines()[0]
+    if isinstance(error, MissingMandatoryValue):
+        return f"a value is missing: {text.rpartition(': ')[2]}; give it as key=value"
+    if isinstance(error, ConfigKeyError):
+        names = [name for name, _, _ in keys(schema)]
+        heads = {name.split(".")[0] for name in names}
+        if key.split(".")[0] in SHARED - heads:
+            return f"{key} belongs to another command"
+        return f"unknown key {key!r}; {nearest(key, [*names, *heads])}"
+    return f"{key}: {text}" if key and key not in text else text
+
+
+def argument_value(key: str, text: str, schema: type) -> DictConfig:
+    """One key=value as nested values.  Text for a text field is taken as it stands; everything else is read as YAML."""
+    hint = hint_of(key, schema)
+    if str in hint or Path in hint:
+        return nested(key, None if text == "null" and type(None) in hint else escape(text))
+    if hint & {list[str], tuple[str, ...]}:
+        parts = text.removeprefix("[").removesuffix("]").split(",")
+        return nested(key, [escape(part.strip().strip("'\"")) for part in parts if part.strip()])
+    is_list = any(typing.get_origin(h) in (list, tuple) for h in hint)
+    try:
+        return OmegaConf.from_dotlist([f"{key}=[{text}]" if is_list and not text.startswith("[") else f"{key}={text}"])
+    except yaml.YAMLError as error:
+        raise ValueError(f"argument {key}={text} is not valid YAML: {one_line(error)}") from error
+
+
+def nested(key: str, value: object) -> DictConfig:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return OmegaConf.create(typing.cast(dict, value))
+
+
+def escape(text: str) -> str:
+    """Text in which OmegaConf finds no ${interpolation}."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+
+
+def hint_of(key: str, schema: type) -> set[object]:
+    """The types a key may have, {} for an unknown one: {int, NoneType} for `int | None`."""
+    found: object = schema
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(found):
+            return set()
+        found = typing.get_type_hints(found).get(part)
+    return set(typing.get_args(found)) if isinstance(found, types.UnionType) or typing.get_origin(found) is typing.Union else {found}
+
+
+# ---- help
+
+
+def usage(argv: Sequence[str], schema: type, module: str) -> str:
+    """What the command does, which recipes there are, and every key with its value and comment."""
+    config = resolve(argv, schema)
+    rows = [(f"{name}={show(config, name)}", comment) for name, _, comment in keys(schema)]
+    width = min(max(len(left) for left, _ in rows), 48)
+    lines = [f"  {left:<{width}}  {comment}".rstrip() for left, comment in rows]
+    about = inspect.cleandoc(sys.modules[module].__doc__ or "")
+    recipes = f"recipes: {', '.join(recipe_names())}, or a .yaml file"
+    return "\n".join([f"usage: python -m {name_of(module)} recipe=NAME key=value ...", "", about, "", recipes, "", *lines])
+
+
+def name_of(module: str) -> str:
+    """`learnkv.train` also where it runs as __main__."""
+    spec = sys.modules[module].__spec__
+    return spec.name if spec else module
+
+
+def show(config: DictConfig, key: str) -> str:
+    """A value as it would be typed; a mandatory one that is still missing shows as ???."""
+    value = OmegaConf.select(config, key, default="???")
+    if OmegaConf.is_config(value):
+        return yaml.safe_dump(plain(OmegaConf.to_container(value)), default_flow_style=True, width=1000).strip()
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, object, str]]:
+    """(dotted key, type, comment) of every value in a schema, sections opened."""
+    hints, comments = typing.get_type_hints(schema), field_comments(schema)
+    for field in dataclasses.fields(schema):
+        hint = hints[field.name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from keys(hint, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hint, comments.get(field.name, "")
+
+
+def field_comments(schema: type) -> dict[str, str]:
+    """Field -> the comment at the end of its line, for a dataclass and those it extends."""
+    found: dict[str, str] = {}
+    for base in reversed(schema.__mro__[:-1]):
+        for name, comment in re.findall(r"^\s+(\w+)\s*:[^#\n]*#\s*(.*)$", inspect.getsource(base), re.MULTILINE):
+            found[name] = comment
+    return found
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text without line breaks; of an OSError what failed and on which file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
