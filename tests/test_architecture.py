@@ -1,0 +1,113 @@
+"""Which module may import what.  The table below is the architecture; a new area needs a row here first."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#  area            may import: other areas of learnkv, and the outside packages we watch
+ALLOWED = {
+    "kernels":     {"triton"},
+    "names":       set(),
+    "config":      {"names", "omegaconf"},
+    "ops":         {"kernels"},
+    "observation": {"ops"},
+    "budgets":     {"ops", "observation"},
+    "policy":      {"ops", "observation", "budgets"},
+    "prompts":     {"names", "datasets"},
+    "assets":      {"names"},
+    "models":      {"names", "ops", "assets", "transformers"},
+    "capture":     {"ops", "assets", "transformers"},
+    "heuristics":  {"names", "ops", "observation", "budgets", "policy"},
+    "gates":       {"names", "ops", "observation", "capture", "models", "traces", "peft"},
+    "methods":     {"names", "heuristics", "gates", "policy", "budgets", "observation"},
+    "traces":      {"names", "ops", "capture", "models", "prompts", "datasets"},
+    "runtime":     {"names", "ops", "observation", "policy", "budgets", "capture", "transformers", "peft"},
+    "training":    {"names", "ops", "gates", "traces", "lightning"},
+    "checkpoint":  {"names", "gates", "models"},
+}  # fmt: skip
+COMMANDS = ("record", "train", "evaluate", "generate", "bench")
+INSIDE = {*ALLOWED, "evaluation"}
+OUTSIDE = {"triton", "transformers", "peft", "lightning", "datasets", "omegaconf"}
+ALLOWED["evaluation"] = INSIDE - {"config", "kernels"} | {"datasets"}
+ALLOWED |= {command: INSIDE - {"kernels"} for command in COMMANDS}
+ALLOWED["learnkv"] = INSIDE - {"kernels", "config"}  # the public names
+
+
+
+def module_of(path: Path) -> str:
+    """kernels/attend.py -> learnkv.kernels.attend; learnkv/gates/__init__.py -> learnkv.gates"""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return name if name.startswith("learnkv") else f"learnkv.{name}"
+
+
+FILES = [*sorted((ROOT / "kernels").rglob("*.py")), *sorted(p for p in (ROOT / "learnkv").rglob("*.py") if p == p.resolve())]
+MODULES = {module_of(path): path for path in FILES}
+
+
+def area_of(module: str) -> str:
+    """learnkv.gates.kvp -> gates; learnkv itself is an area too."""
+    return module.split(".")[min(module.count("."), 1)]
+
+
+def imports(path: Path, *, types: bool = True) -> set[str]:
+    """Every dotted name that a file imports, wherever in it; without those for type checkers only where `types` is False."""
+    names = set()
+    waiting = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.name}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif types or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            waiting += ast.iter_child_nodes(node)
+    return names
+
+
+def own_module(name: str) -> str | None:
+    """The module of ours that an imported name lies in: the longest that exists."""
+    parts = name.split(".")
+    return next((m for m in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if m in MODULES), None)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_what_its_area_may(module):
+    area = area_of(module)
+    assert area in ALLOWED, f"learnkv/{area} is no area of the table"
+    path = MODULES[module]
+    found = {area_of(own) for name in imports(path) if (own := own_module(name)) not in (None, "learnkv")}
+    found |= {name.split(".")[0] for name in imports(path, types=False)} & OUTSIDE
+    assert found - ALLOWED[area] - {area} == set(), f"{area} may import {sorted(ALLOWED[area])}"
+
+
+def test_kernels_are_imported_as_learnkv_kernels():
+    """`import kernels` finds Hugging Face's package of that name, or nothing."""
+    assert not {name for path in FILES for name in imports(path) if name.split(".")[0] in ("kernels", "recipes")}
+
+
+def test_no_module_imports_itself_in_a_circle():
+    graph = {module: {own_module(name) for name in imports(path, types=False)} - {None, module} for module, path in MODULES.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_the_runtime_knows_no_method_by_name():
+    from learnkv.methods import METHODS
+
+    runtime = [ast.parse(path.read_text()) for module, path in MODULES.items() if area_of(module) == "runtime"]
+    words = {node.value for tree in runtime for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert not words & set(METHODS)
+
+
+def test_commands_alone_print():
+    printing = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert printing <= {f"learnkv.{command}" for command in COMMANDS} | {"learnkv.config"}

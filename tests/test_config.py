@@ -1,0 +1,171 @@
+"""Recipes and key=value arguments become typed dataclasses, or one line that says why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from omegaconf import MISSING
+
+from learnkv import config
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    rate: float = 1e-3  # AdamW's learning rate
+    steps: int | None = None  # optimiser steps
+    kinds: tuple[str, ...] = ("prose", "code")
+    budgets: list[float] = field(default_factory=list)
+    loss: Literal["reward", "listnet"] = "reward"
+    out: Path = Path("checkpoints")
+    gate: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise ValueError(f"rate={self.rate} is negative")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    recipe: str = ""
+    name: str | None = None
+    seed: int = 0  # of everything
+    train: TrainSettings = field(default_factory=TrainSettings)
+
+
+@dataclass(frozen=True)
+class Asking:
+    recipe: str = ""
+    prompt: str = MISSING
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "own.yaml"
+        path.write_text(text)
+        return f"recipe={path}"
+
+    return write
+
+
+def test_arguments_win_over_the_recipe_and_the_recipe_over_defaults(recipe):
+    got = config.load([recipe("seed: 1\ntrain: {rate: 3e-4, steps: 5}"), "train.steps=7"], Recipe)
+    assert (got.seed, got.train.rate, got.train.steps, got.train.kinds) == (1, 3e-4, 7, ("prose", "code"))
+
+
+def test_sections_of_other_commands_are_skipped_but_unknown_keys_are_not(recipe):
+    assert config.load([recipe("record: {mode: full}\nevaluate: {count: 3}")], Recipe).seed == 0
+    with pytest.raises(ValueError, match=r"unknown key 'sead'.*nearest: seed"):
+        config.load([recipe("sead: 3")], Recipe)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("train.rat=1", "unknown key 'train.rat'; nearest: train.rate"),
+        ("trian.rate=1", "unknown key 'trian'; nearest: train"),
+        ("record.mode=full", "record.mode=full: record belongs to another command"),
+        ("train.rate=fast", "train.rate: Value 'fast' of type 'str' could not be converted to Float"),
+        ("train.steps=1.5", "Value '1.5' of type 'float' could not be converted to Integer"),
+        ("train.loss=softrank", r"Invalid value 'softrank', expected one of \['reward', 'listnet'\]"),
+        ("train.rate=-1", "rate=-1.0 is negative"),
+        ("train=3", "int is not a subclass of TrainSettings"),
+        ("verbose", "'verbose' is not of the form key=value"),
+        ("train.rate=[", "not valid YAML"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_was_given_and_what_is_wanted(argument, message):
+    with pytest.raises(ValueError, match=message):
+        config.load([argument], Recipe)
+
+
+def test_an_unknown_recipe_names_the_nearest(monkeypatch, tmp_path):
+    (tmp_path / "paper").mkdir()
+    for name in ("kvp", "paper/kvp"):
+        (tmp_path / f"{name}.yaml").write_text("seed: 3")
+    monkeypatch.setattr(config, "RECIPES", tmp_path)
+    assert config.load(["recipe=paper/kvp"], Recipe).seed == 3
+    with pytest.raises(ValueError, match=r"unknown recipe 'kpv'; nearest: kvp"):
+        config.load(["recipe=kpv"], Recipe)
+    with pytest.raises(ValueError, match="unknown recipe"):
+        config.load(["recipe=paper/../kvp"], Recipe)
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2", "a: [", "seed: 1\nseed: 2", "\x00"])
+def test_a_recipe_file_that_is_no_mapping_is_refused_by_path(recipe, text):
+    with pytest.raises(ValueError, match=r"own\.yaml"):
+        config.load([recipe(text)], Recipe)
+
+
+def test_a_missing_recipe_file_is_refused():
+    with pytest.raises(ValueError, match=r"nowhere\.yaml does not exist"):
+        config.load(["recipe=nowhere.yaml"], Recipe)
+
+
+@pytest.mark.parametrize("text", ["007", "yes", "a: b", "${HOME}", "[x]", "1e3", "null?", "a=b", "", r"\${x}"])
+def test_text_arrives_as_it_was_typed(text):
+    assert config.load([f"prompt={text}"], Asking).prompt == text
+
+
+def test_null_empties_an_optional_value():
+    assert config.load(["name=null", "train.steps=null"], Recipe).name is None
+
+
+def test_lists_need_no_brackets():
+    train = config.load(["train.kinds=words,numbers", "train.budgets=0.1,.2", "train.gate.width=64"], Recipe).train
+    assert (train.kinds, train.budgets, train.gate) == (("words", "numbers"), [0.1, 0.2], {"width": 64})
+    assert config.load(["train.kinds=[words]", "train.budgets=[1]"], Recipe).train.kinds == ("words",)
+
+
+def test_a_missing_value_is_asked_for_by_name():
+    with pytest.raises(ValueError, match="a value is missing: prompt"):
+        config.load([], Asking)
+
+
+def test_a_dumped_recipe_loads_as_itself(recipe):
+    first = config.load(["name=${x}: é", "train.rate=1e-5", "train.kinds=a", "train.gate.width=3"], Recipe)
+    again = config.load([recipe(config.dump(first))], Recipe)
+    assert (again.name, again.seed, again.train) == (first.name, first.seed, first.train)
+
+
+def test_a_section_whose_type_depends_on_another_key_is_built_from_plain_values():
+    assert config.build(TrainSettings, {"rate": 1, "kinds": ["a"]}, "recipe x: gate") == TrainSettings(rate=1.0, kinds=("a",))
+    with pytest.raises(ValueError, match=r"recipe x: gate: unknown key 'rte'; nearest: rate"):
+        config.build(TrainSettings, {"rte": 1}, "recipe x: gate")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ValueError("two\nlines"), 2, "error: two lines\n"),
+        (FileNotFoundError(2, "No such file or directory", "traces"), 2, "error: No such file or directory: traces\n"),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_a_status(capsys, error, status, line):
+    def run(recipe: Recipe) -> None:
+        raise error
+
+    assert config.main(run, Recipe, ["seed=1"]) == status
+    assert capsys.readouterr().err == line
+
+
+def test_a_mistake_of_ours_keeps_its_traceback():
+    def run(recipe: Recipe) -> None:
+        raise AssertionError("promised otherwise")
+
+    with pytest.raises(AssertionError):
+        config.main(run, Recipe, ["seed=1"])
+
+
+def test_help_lists_every_key_with_its_value_and_comment(capsys):
+    def run(recipe: Recipe) -> None: ...
+
+    assert config.main(run, Recipe, ["--help", "train.steps=9"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert {"seed=0 of everything", "train.rate=0.001 AdamW's learning rate", "train.steps=9 optimiser steps", "name=null"} <= set(lines)
+    assert config.main(run, Recipe, []) == 2
