@@ -6,11 +6,13 @@ that live beside what reads them.  A recipe file may hold sections of several co
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import os
 import re
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -258,11 +260,15 @@ def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, object, str]]:
 
 
 def field_comments(schema: type) -> dict[str, str]:
-    """Field -> the comment at the end of its line, for a dataclass and those it extends."""
+    """Field -> the comment at the end of its lines, for a dataclass and those it extends."""
     found: dict[str, str] = {}
     for base in reversed(schema.__mro__[:-1]):
-        for name, comment in re.findall(r"^\s+(\w+)\s*:[^#\n]*#\s*(.*)$", inspect.getsource(base), re.MULTILINE):
-            found[name] = comment
+        source = textwrap.dedent(inspect.getsource(base))
+        (definition,) = ast.parse(source).body
+        for node in ast.walk(definition):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+                found[node.target.id] = " ".join(re.findall(r"  # (.*)$", "\n".join(lines), re.MULTILINE))
     return found
 
 
