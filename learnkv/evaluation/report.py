@@ -1,0 +1,221 @@
+"""Rows of a comparison -> figures with intervals -> a table as text or Markdown, and a plot."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learnkv.evaluation import statistics
+from learnkv.evaluation.rows import Row
+from learnkv.evaluation.statistics import Interval
+
+FULL = "full cache"
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One line of the table at one budget, on one kind of prompt or all.
+
+    accuracy, nll        means with 95% intervals over prompts (and runs); bounds are NaN with fewer than two prompts
+    ratio                accuracy / the full cache's accuracy, paired; None where that is 0 or not among the rows
+    span_kept, kept_mean, kept_max, bytes_held, extra_seconds, prefill_seconds    means (kept_max: the maximum)
+    """
+
+    line: str
+    budget: float
+    kind: str
+    prompts: int
+    runs: int
+    accuracy: Interval
+    nll: Interval
+    ratio: Interval | None
+    span_kept: float | None
+    kept_mean: float
+    kept_max: int
+    bytes_held: float
+    extra_seconds: float
+    prefill_seconds: float
+
+
+def summarise(rows: Sequence[Row], *, kind: str = ALL) -> list[Summary]:
+    """Every line at every budget, lines and budgets in the order of the rows; a prompt's questions are averaged first.
+
+    Raises ValueError where a line lacks prompts that another has: the figures could not be compared.
+    """
+    chosen = [row for row in rows if kind in (ALL, row.kind)]
+    groups: dict[tuple[str, float], list[Row]] = defaultdict(list)
+    for row in chosen:
+        groups[row.line, row.budget].append(row)
+    prompts = list(dict.fromkeys(row.prompt for row in chosen))
+    full = [by_prompt(found, prompts, "accuracy") for (line, _), found in groups.items() if line == FULL]
+    return [summary(line, budget, kind, found, prompts, full[0] if full else None) for (line, budget), found in groups.items()]
+
+
+def summary(line: str, budget: float, kind: str, rows: list[Row], prompts: list[str], full: NDArray | None) -> Summary:
+    accuracy, nll = by_prompt(rows, prompts, "accuracy"), by_prompt(rows, prompts, "nll")
+    spans = [row.span_kept for row in rows if row.span_kept is not None]
+    return Summary(
+        line=line,
+        budget=budget,
+        kind=kind,
+        prompts=len(prompts),
+        runs=len(accuracy),
+        accuracy=interval(statistics.mean, accuracy),
+        nll=interval(statistics.mean, nll),
+        ratio=interval(statistics.ratio, accuracy, full) if full is not None and full.any() else None,
+        span_kept=float(np.mean(spans)) if spans else None,
+        kept_mean=float(np.mean([row.kept_mean for row in rows])),
+        kept_max=max(row.kept_max for row in rows),
+        bytes_held=float(np.mean([row.bytes_held for row in rows])),
+        extra_seconds=float(np.mean([row.extra_seconds for row in rows])),
+        prefill_seconds=float(np.mean([row.prefill_seconds for row in rows])),
+    )
+
+
+def interval(statistic: Callable[..., Interval], *sides: NDArray) -> Interval:
+    """The statistic, or with a single prompt its point without bounds."""
+    if sides[0].shape[1] >= 2:
+        return statistic(*sides)
+    value = float(sides[0].mean() / (sides[1].mean() if len(sides) == 2 else 1))
+    return Interval(value, math.nan, math.nan)
+
+
+def by_prompt(rows: Sequence[Row], prompts: Sequence[str], figure: str) -> NDArray[np.float64]:
+    """[runs, prompts] of a figure, the mean over each prompt's questions."""
+    cells: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in rows:
+        cells[row.gate, row.prompt].append(getattr(row, figure))
+    runs = list(dict.fromkeys(row.gate for row in rows))
+    missing = [prompt for prompt in prompts for run in runs if (run, prompt) not in cells]
+    if missing:
+        raise ValueError(
+            f"{rows[0].line} at budget {rows[0].budget:g} lacks {len(missing)} of {len(prompts) * len(runs)} prompts "
+            f"that other lines have, {missing[0]} for one; run the comparison to its end first"
+        )
+    return np.array([[np.mean(cells[run, prompt]) for prompt in prompts] for run in runs])
+
+
+def difference(rows: Sequence[Row], line: str, other: str, budget: float, figure: str = "nll") -> Interval:
+    """Paired difference line - other of a figure ("nll", "accuracy") at a budget, with its interval; below 0 `line` is smaller."""
+    found = {name: [row for row in rows if row.line == name and row.budget == budget] for name in (line, other)}
+    for name in (line, other):
+        if not found[name]:
+            raise ValueError(f"no row of line {name!r} at budget {budget:g}; lines: {', '.join(dict.fromkeys(row.line for row in rows))}")
+    prompts = list(dict.fromkeys(row.prompt for row in found[line] + found[other]))
+    return statistics.difference(*(by_prompt(found[name], prompts, figure) for name in (line, other)))
+
+
+# ---- tables
+
+
+def text_table(summaries: Sequence[Summary]) -> str:
+    """The table in columns of equal width."""
+    cells = table(summaries)
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def markdown_table(summaries: Sequence[Summary]) -> str:
+    """The table in GitHub's Markdown."""
+    cells = table(summaries)
+    rows = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
+
+
+def table(summaries: Sequence[Summary]) -> list[list[str]]:
+    """Rows of cells: a header, then one line per method; a group of columns per budget, the full cache's figures in the first."""
+    budgets = sorted({s.budget for s in summaries if s.line != FULL}, reverse=True) or [1.0]
+    found = {(s.line, s.budget): s for s in summaries}
+    spans = any(s.span_kept is not None for s in summaries)
+    figures = ["accuracy", "NLL", "of full"] + (["span"] if spans else [])
+    header = ["method"] + [f"{show_budget(b)} {name}" for b in budgets for name in figures] + ["extra time"]
+    lines = []
+    for line in dict.fromkeys(s.line for s in summaries):
+        own = [s for s in summaries if s.line == line]
+        shown = [own[0] if line == FULL and i == 0 else found.get((line, b)) for i, b in enumerate(budgets)]
+        lines.append([name_of(own[0]), *(cell for s in shown for cell in figures_of(s, spans)), show_extra(own)])
+    return [header, *lines]
+
+
+def name_of(first: Summary) -> str:
+    return f"{first.line} ({first.runs} runs)" if first.runs > 1 else first.line
+
+
+def figures_of(found: Summary | None, spans: bool) -> list[str]:
+    if found is None:
+        return [""] * (4 if spans else 3)
+    ratio = show(found.ratio, 100, 0, "%") if found.ratio and found.line != FULL else ""
+    span = [] if not spans else ["" if found.span_kept is None else f"{found.span_kept:.2f}"]
+    return [show(found.accuracy), f"{found.nll.value:.2f}", ratio, *span]
+
+
+def show(figure: Interval, scale: float = 1, digits: int = 2, unit: str = "") -> str:
+    """0.72 [0.66, 0.78]"""
+    value, low, high = (f"{scale * x:.{digits}f}" for x in (figure.value, figure.low, figure.high))
+    return f"{value}{unit}" if math.isnan(figure.low) else f"{value}{unit} [{low}, {high}]"
+
+
+def show_budget(budget: float) -> str:
+    """10% for 0.1, 64 for 64 tokens."""
+    return f"{100 * budget:g}%" if budget < 1 else f"{budget:g}"
+
+
+def show_extra(own: Sequence[Summary]) -> str:
+    """Seconds that scoring and eviction add to one prefill, and as a share of it."""
+    if own[0].line == FULL:
+        return ""
+    extra, prefill = max(s.extra_seconds for s in own), own[0].prefill_seconds
+    return f"{extra:.2f} s ({100 * extra / prefill:.0f}%)"
+
+
+def protocol(rows: Sequence[Row]) -> str:
+    """What the rows share and a reader must know before he compares them with others: one sentence."""
+    first, prompts = rows[0], {row.prompt for row in rows}
+    sizes = [row.num_tokens for row in rows]
+    question = "with" if first.question_in_prefix else "without"
+    return (
+        f"{len(prompts)} prompts ({', '.join(dict.fromkeys(row.kind for row in rows))}; {first.split}), "
+        f"contexts of {min(sizes)} to {max(sizes)} tokens compressed {first.prefill} {question} the question; "
+        f"first {first.num_sinks} and last {first.num_recent} tokens always kept; "
+        f"{first.model} in {first.dtype}; teacher-forced answers; 95% intervals by paired bootstrap"
+    )
+
+
+# ---- plot
+
+
+def plot(summaries: Sequence[Summary], path: Path) -> None:
+    """Accuracy, and span survival where it is known, over the tokens kept: a line per method with its 95% band, as PNG."""
+    from matplotlib.figure import Figure
+
+    spans = any(s.span_kept is not None for s in summaries)
+    figure = Figure(figsize=(13 if spans else 7, 5), layout="constrained")
+    axes = figure.subplots(1, 2 if spans else 1, squeeze=False)[0]
+    draw(axes[0], summaries, lambda s: s.accuracy, "accuracy")
+    if spans:
+        known = [s for s in summaries if s.span_kept is not None]
+        draw(axes[1], known, lambda s: Interval(s.span_kept or 0.0, math.nan, math.nan), "share of the answer's tokens kept")
+    axes[0].legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def draw(axis, summaries: Sequence[Summary], figure: Callable[[Summary], Interval], label: str) -> None:  # type: ignore[no-untyped-def]
+    """One panel; the full cache is a dashed level."""
+    for line in dict.fromkeys(s.line for s in summaries):
+        own = sorted((s for s in summaries if s.line == line), key=lambda s: s.kept_mean)
+        shown, x = [figure(s) for s in own], [s.kept_mean for s in own]
+        if line == FULL:
+            axis.axhline(shown[0].value, color="black", linestyle="--", label=line)
+            continue
+        (drawn,) = axis.plot(x, [i.value for i in shown], marker="o", markersize=4, label=line)
+        axis.fill_between(x, [i.low for i in shown], [i.high for i in shown], color=drawn.get_color(), alpha=0.15, linewidth=0)
+    axis.set(xlabel="tokens kept per KV head (mean)", ylabel=label, xscale="log", ylim=(-0.02, 1.02))
+    axis.grid(alpha=0.3)

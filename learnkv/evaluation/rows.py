@@ -1,0 +1,139 @@
+"""The rows of a comparison: one per prompt, question, method and budget, appended to a JSONL file that a stopped run goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from learnkv.budgets import Ratio
+
+FORMAT_VERSION = 1
+FOREIGN = "it was edited, or written by another version: use another file"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured: everything that decides a row's figures, and the names it is shown under.
+
+    prompt, kind, split, question    the prompt's id, generator and side; which of its questions
+    num_tokens                       tokens of the context, which is what may be evicted
+    line                             the line of the table that the row belongs to
+    method, scorer, allocator        `snapkv(window=16)+adaptive`, `snapkv`, `adaptive`
+    run, gate                        folder and hash of a gate, "" for a method without weights; several runs of a line are training seeds
+    budget, budget_form              a fraction of the context ("ratio") or tokens per KV head ("tokens")
+    question_in_prefix               whether the question was there when tokens were evicted
+    prefill                          "one-shot", or "chunked"
+    num_sinks, num_recent            first and last tokens that always stay
+    model, weights_hash, dtype       the base model
+    """
+
+    prompt: str
+    kind: str
+    split: str
+    question: int
+    num_tokens: int
+    line: str
+    method: str
+    scorer: str
+    allocator: str
+    run: str
+    gate: str
+    budget: float
+    budget_form: str
+    question_in_prefix: bool
+    prefill: str
+    num_sinks: int
+    num_recent: int
+    model: str
+    weights_hash: str
+    dtype: str
+
+    @property
+    def key(self) -> str:
+        """16 hex digits of what decides the figures; rows of equal keys are the same measurement, whatever line shows them."""
+        shown = {"kind", "split", "num_tokens", "line", "run", "model"}
+        decides = {f.name: getattr(self, f.name) for f in fields(Cell) if f.name not in shown}
+        return hashlib.sha256(json.dumps([FORMAT_VERSION, decides], sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Row(Cell):
+    """A cell with its figures.
+
+    accuracy         1.0 when every answer token is the argmax under teacher forcing, else 0.0
+    nll              mean negative log-likelihood of the answer's tokens, nats
+    span_kept        share of the answer span's tokens that were kept, mean over layers and heads; None where no span is known
+    kept_mean        tokens kept per head after eviction, mean and max over layers and heads
+    kept_max
+    bytes_held       what the cache holds after eviction, before the question
+    prefill_seconds  one full-cache prefill of the run's first prompt, and what the method's scoring, extra passes and eviction add to it
+    extra_seconds
+    """
+
+    accuracy: float
+    nll: float
+    span_kept: float | None
+    kept_mean: float
+    kept_max: int
+    bytes_held: int
+    prefill_seconds: float
+    extra_seconds: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.nll):
+            raise ValueError(f"prompt {self.prompt}, {self.method} at budget {self.budget:g}: the answer's NLL is {self.nll}; row refused")
+
+
+def budget_of(value: float) -> int | Ratio:
+    """A budget as it is typed: 0.1 is a fraction of the context, 64 is tokens per KV head."""
+    if 0 < value < 1:
+        return Ratio(value)
+    if value < 1 or value != int(value):
+        raise ValueError(f"budget={value:g} is neither a whole number of tokens per KV head nor a fraction between 0 and 1")
+    return int(value)
+
+
+class RowFile:
+    """A JSONL file of rows.  Each row is one write of one line; a line torn by a kill is dropped when the file is opened again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.done = {row.key: row for row in read_rows(path)} if path.exists() else {}
+        if path.exists():
+            os.truncate(path, whole_lines(path.read_bytes()))
+
+    def append(self, row: Row) -> None:
+        data = (json.dumps({"key": row.key, **asdict(row)}) + "\n").encode()
+        with self.path.open("ab", buffering=0) as file:
+            if file.write(data) != len(data):
+                raise OSError(f"{self.path}: the disk took only part of a row; free some space and run again, nothing else is lost")
+        self.done[row.key] = row
+
+
+def whole_lines(data: bytes) -> int:
+    """Bytes up to and including the last newline."""
+    return data.rfind(b"\n") + 1
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file; a torn last line is left out, any other broken line is an error with its number."""
+    data = path.read_bytes()
+    lines = data[: whole_lines(data)].decode(errors="replace").splitlines()
+    return [parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def parse_row(line: str, where: str) -> Row:
+    try:
+        values = json.loads(line)
+        key = values.pop("key")
+        row = Row(**values)
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{where} is no row of a comparison ({error}); {FOREIGN}") from error
+    if key != row.key:
+        raise ValueError(f"{where}: its key is {key} but its values give {row.key}; {FOREIGN}")
+    return row
