@@ -23,7 +23,7 @@ ALLOWED = {
     "capture":     {"ops", "assets", "transformers"},
     "heuristics":  {"names", "ops", "observation", "budgets", "policy"},
     "gates":       {"names", "ops", "observation", "capture", "models", "traces", "peft"},
-    "methods":     {"names", "heuristics", "gates", "policy", "budgets", "observation"},
+    "methods":     {"names", "heuristics", "gates", "checkpoint", "policy", "budgets", "observation"},
     "traces":      {"names", "ops", "capture", "models", "prompts", "datasets"},
     "runtime":     {"names", "ops", "observation", "policy", "budgets", "capture", "transformers", "peft"},
     "training":    {"names", "ops", "gates", "traces", "lightning"},

@@ -1,0 +1,166 @@
+"""METHODS: every eviction method by name; `METHODS["ada_snapkv"](budget=512)` is a Policy ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar
+
+from learnkv import budgets
+from learnkv.budgets import Allocator, Ratio
+from learnkv.checkpoint import load_gate
+from learnkv.gates.kvp import KVP
+from learnkv.heuristics.expected_attention import ExpectedAttention
+from learnkv.heuristics.h2o import H2O
+from learnkv.heuristics.keep_digits import KeepDigits
+from learnkv.heuristics.keep_rare import KeepRare
+from learnkv.heuristics.key_diff import KeyDiff
+from learnkv.heuristics.key_norm import KeyNorm
+from learnkv.heuristics.lagkv import LagKV
+from learnkv.heuristics.oracle import Oracle
+from learnkv.heuristics.random import Random
+from learnkv.heuristics.snapkv import SnapKV
+from learnkv.heuristics.streaming_llm import StreamingLLM
+from learnkv.heuristics.tova import TOVA
+from learnkv.names import unknown
+from learnkv.observation import Scorer
+from learnkv.policy import Policy
+
+POLICY_KNOBS = ("budget", "allocate", "num_sinks", "num_recent", "interval")
+READS = {
+    "hidden": "hidden",
+    "block_input": "hidden",
+    "mass": "mass",
+    "queries_pre_rope": "queries",
+    "all_queries": "queries",
+    "token_ids": "token ids",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the registry: a scorer, where it comes from, and how its authors split the budget.
+
+    scorer    class whose dataclass fields are the method's knobs; those without a default must be given
+    paper     arXiv id, "" for a control of ours
+    allocate  name in budgets.ALLOCATORS, used unless the caller names another
+    """
+
+    trained: ClassVar[bool] = False
+
+    scorer: type[Scorer]
+    paper: str = ""
+    allocate: str = "uniform"
+
+    def __call__(
+        self,
+        budget: int | Ratio,
+        *,
+        allocate: str | Allocator | None = None,
+        num_sinks: int = Policy.num_sinks,
+        num_recent: int = Policy.num_recent,
+        interval: int = Policy.interval,
+        **knobs: object,
+    ) -> Policy:
+        """A Policy; `allocate` is a name in budgets.ALLOCATORS or an Allocator, `knobs` are the scorer's own fields."""
+        rule = allocator(self.allocate if allocate is None else allocate)
+        return Policy(self.build(knobs), budget, rule, num_sinks=num_sinks, num_recent=num_recent, interval=interval)
+
+    @property
+    def defaults(self) -> dict[str, object]:
+        """Every knob's default, MISSING where it must be given."""
+        return {knob.name: knob.default for knob in fields(self.scorer)}  # type: ignore[arg-type]
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Knobs that have no default."""
+        return tuple(name for name, default in self.defaults.items() if default is MISSING)
+
+    @property
+    def reads(self) -> str:
+        """What the scorer reads beside keys, values and positions, for the table of methods."""
+        reads = {READS[need] for need in self.scorer.needs}
+        reads |= {"queries"} if self.scorer.observation_window else set()
+        reads |= {"extra passes"} if self.scorer.probe is not Scorer.probe else set()
+        return ", ".join(sorted(reads))
+
+    def build(self, knobs: Mapping[str, Any]) -> Scorer:
+        """The scorer with these knobs."""
+        self.check(knobs)
+        return self.scorer(**knobs)
+
+    def check(self, knobs: Mapping[str, object]) -> None:
+        """Refuses a knob of another name or kind, and a missing one."""
+        for name, value in knobs.items():
+            if name not in self.defaults:
+                raise unknown(f"knob of {self.scorer.__name__}", name, (*self.defaults, *POLICY_KNOBS))
+            check_kind(self.scorer.__name__, name, value, self.defaults[name])
+        missing = [name for name in self.requires if name not in knobs]
+        if missing:
+            raise ValueError(f"{self.scorer.__name__} has no default for {', '.join(missing)}; pass {missing[0]}=...")
+
+
+@dataclass(frozen=True)
+class GateMethod(Method):
+    """A method with weights.  Its one knob is `gate`: a loaded gate, or the folder of one."""
+
+    trained: ClassVar[bool] = True
+
+    @property
+    def defaults(self) -> dict[str, object]:
+        return {"gate": MISSING}
+
+    def build(self, knobs: Mapping[str, Any]) -> Scorer:
+        self.check(knobs)
+        gate = knobs["gate"] if isinstance(knobs["gate"], Scorer) else load_gate(knobs["gate"])
+        if not isinstance(gate, self.scorer):
+            raise ValueError(f"gate={knobs['gate']!r} is a {type(gate).__name__}, not a {self.scorer.__name__}; give a gate of this method")
+        return gate
+
+
+def check_kind(scorer: str, name: str, value: object, default: object) -> None:
+    """Refuses a knob's value whose type is not its default's; an int passes where a float is meant."""
+    kind = (int, float) if isinstance(default, float) else type(default)
+    if default is not MISSING and (isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, kind)):
+        raise ValueError(
+            f"{scorer}: {name}={value!r} is of type {type(value).__name__}; give {type(default).__name__}, as in {name}={default!r}"
+        )
+
+
+def allocator(allocate: str | Allocator) -> Allocator:
+    """An Allocator by its name in budgets.ALLOCATORS, or as it is."""
+    if not isinstance(allocate, str):
+        return allocate
+    if allocate not in budgets.ALLOCATORS:
+        raise unknown("allocator", allocate, budgets.ALLOCATORS)
+    return budgets.ALLOCATORS[allocate]
+
+
+METHODS: dict[str, Method] = {
+    "random": Method(Random),
+    "oracle": Method(Oracle),
+    "streaming_llm": Method(StreamingLLM, "2309.17453"),
+    "h2o": Method(H2O, "2306.14048"),
+    "tova": Method(TOVA, "2401.06104"),
+    "snapkv": Method(SnapKV, "2404.14469"),
+    "ada_snapkv": Method(SnapKV, "2407.11550", allocate="adaptive"),
+    "key_norm": Method(KeyNorm, "2406.11430"),
+    "key_diff": Method(KeyDiff, "2504.15364"),
+    "lagkv": Method(LagKV, "2504.04704"),
+    "expected_attention": Method(ExpectedAttention, "2510.00636"),
+    "keep_digits": Method(KeepDigits),
+    "keep_rare": Method(KeepRare),
+    "kvp": GateMethod(KVP, "2602.10238"),
+}
+
+
+def policy(name: str, budget: int | Ratio, **knobs: object) -> Policy:
+    """METHODS[name](budget, **knobs), with the nearest names where there is no such method."""
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    return METHODS[name](budget, **knobs)  # type: ignore[arg-type]
+
+
+def table() -> list[tuple[str, str, str, str]]:
+    """Rows of the README's table of methods: name, paper, what it reads beside keys, values and positions, trained or not."""
+    return [(name, f"arXiv:{m.paper}" if m.paper else "", m.reads, "yes" if m.trained else "no") for name, m in METHODS.items()]

@@ -1,0 +1,138 @@
+"""Allocators against a plain greedy loop: exact sums, floors, ties and rows that do not know of each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observations import Row, observe
+
+from learnkv.budgets import Adaptive, Ratio, Uniform, resolve
+from learnkv.observation import Observation
+
+Head = list[tuple[int, float]]  # (position, score), ascending in position
+
+
+@st.composite
+def layers_of_heads(draw: st.DrawFn, rows: int = 2, layers: int = 2) -> list[list[list[Head]]]:
+    """[layer][row][head]; few score values, so that most tie, some protected (+inf); heads of a layer differ in length."""
+    H = draw(st.integers(1, 3))
+    score = st.sampled_from([-1.0, 0.0, 0.5, 2.0, math.inf])
+
+    def head() -> Head:
+        positions = draw(st.lists(st.integers(0, 12), unique=True, min_size=1, max_size=8))
+        return [(p, draw(score)) for p in sorted(positions)]
+
+    return [[[head() for _ in range(H)] for _ in range(rows)] for _ in range(layers)]
+
+
+def build(layer: list[list[Head]]) -> tuple[torch.Tensor, Observation]:
+    """Scores [B, H, L] as Policy hands them over, and their observation."""
+    x = torch.zeros(len(layer[0]), 13, 1)
+    kept = [[[p for p, _ in head] for head in row] for row in layer]
+    memory = [[torch.zeros(len(k), 0) for k in row] for row in kept]
+    rows = [Row(x, x, x, x, torch.zeros(13).long(), k, 0, m) for k, m in zip(kept, memory, strict=True)]
+    obs = observe(rows)
+    scores = torch.full(obs.positions.shape, -math.inf)
+    for b, row in enumerate(layer):
+        for h, head in enumerate(row):
+            scores[b, h, : len(head)] = torch.tensor([s for _, s in head])
+    return scores, obs
+
+
+def allocate(rule: Uniform | Adaptive, layers: list[list[list[Head]]], budget: list[int]) -> list[list[list[int]]]:
+    """[layer][row][head] tokens kept."""
+    scores, observations = zip(*(build(layer) for layer in layers), strict=True)
+    return [kept.tolist() for kept in rule(list(scores), torch.tensor(budget), list(observations))]
+
+
+def greedy(heads: list[Head], budget: int, floor: float) -> list[int]:
+    """Adaptive in plain loops: each head's best first tokens are safe, then the best of all; ties: later position, then earlier head."""
+    low = math.floor(budget * floor + 1e-9)
+    entries = []
+    for h, head in enumerate(heads):
+        best = sorted(head, key=lambda token: (-token[1], -token[0]))
+        entries += [(-math.inf if rank < low else -score, -position, h) for rank, (position, score) in enumerate(best)]
+    chosen = [h for _, _, h in sorted(entries)[: budget * len(heads)]]
+    return [chosen.count(h) for h in range(len(heads))]
+
+
+@given(layers_of_heads(), st.integers(1, 9), st.integers(1, 9), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+@settings(max_examples=150, deadline=None)
+def test_adaptive_equals_a_greedy_loop_within_each_layer(layers, first, second, floor):
+    got = allocate(Adaptive(floor=floor), layers[:1], [first, second])
+    assert got == [[greedy(row, budget, floor) for row, budget in zip(layers[0], (first, second), strict=True)]]
+
+
+@given(layers_of_heads(), st.integers(1, 9), st.sampled_from([0.0, 0.3]))
+@settings(max_examples=100, deadline=None)
+def test_adaptive_over_the_model_equals_a_greedy_loop_over_all_heads(layers, budget, floor):
+    got = allocate(Adaptive(floor=floor, scope="model"), layers, [budget, budget])
+    for b in range(2):
+        heads = [head for layer in layers for head in layer[b]]
+        assert [count for layer in got for count in layer[b]] == greedy(heads, budget, floor)
+
+
+@given(layers_of_heads(), st.integers(1, 9), st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from(["layer", "model"]))
+@settings(max_examples=100, deadline=None)
+def test_adaptive_sums_exactly_to_the_uniform_total_where_that_much_is_held(layers, budget, floor, scope):
+    shown = layers if scope == "model" else layers[:1]
+    got = allocate(Adaptive(floor=floor, scope=scope), shown, [budget, budget])
+    for b in range(2):
+        held = [len(head) for layer in shown for head in layer[b]]
+        assert sum(sum(layer[b]) for layer in got) == min(budget * len(held), sum(held))
+
+
+@given(layers_of_heads(), st.integers(1, 9), st.sampled_from([0.2, 0.5, 1.0]))
+@settings(max_examples=100, deadline=None)
+def test_no_head_falls_below_the_floor(layers, budget, floor):
+    for layer, counts in zip(layers, allocate(Adaptive(floor=floor, scope="model"), layers, [budget, budget]), strict=True):
+        for row, kept in zip(layer, counts, strict=True):
+            assert all(k >= min(math.floor(budget * floor + 1e-9), len(head)) for k, head in zip(kept, row, strict=True))
+
+
+@given(layers_of_heads(), st.integers(1, 9))
+@settings(max_examples=50, deadline=None)
+def test_a_row_gets_in_a_batch_what_it_gets_alone(layers, budget):
+    batch = allocate(Adaptive(scope="model"), layers, [budget, 3])
+    alone = allocate(Adaptive(scope="model"), [layer[:1] for layer in layers], [budget])
+    assert [layer[0] for layer in batch] == [layer[0] for layer in alone]
+
+
+def test_a_floor_of_the_whole_budget_is_uniform():
+    heads = [[(p, float(p * h)) for p in range(9)] for h in range(3)]
+    assert allocate(Adaptive(floor=1.0), [[heads]], [4]) == [[[4, 4, 4]]]
+
+
+def test_uniform_gives_every_head_its_rows_budget():
+    heads = [[(0, 1.0)], [(0, 1.0), (3, 2.0)]]
+    assert allocate(Uniform(), [[heads, heads]], [5, 2]) == [[[5, 5], [2, 2]]]
+
+
+def test_a_ratio_is_of_the_rows_own_tokens_rounded_down_and_at_least_one():
+    assert resolve(Ratio(0.1), torch.tensor([1000, 99, 3, 0])).tolist() == [100, 9, 1, 1]
+    assert resolve(Ratio(1.0), torch.tensor([7])).tolist() == [7]
+
+
+@given(st.integers(1, 100), st.integers(0, 10**6))
+def test_a_percentage_of_tokens_has_no_rounding_error(percent, hundreds):
+    assert resolve(Ratio(percent / 100), torch.tensor([100 * hundreds])).tolist() == [max(1, percent * hundreds)]
+
+
+def test_an_integer_budget_is_the_same_for_every_row():
+    assert resolve(64, torch.tensor([1000, 3])).tolist() == [64, 64]
+
+
+@pytest.mark.parametrize("kept", [0.0, -0.1, 1.01, 20, math.nan, math.inf])
+def test_a_ratio_outside_0_to_1_is_refused(kept):
+    with pytest.raises(ValueError, match="budget ratio"):
+        Ratio(kept)
+
+
+@pytest.mark.parametrize("floor", [-0.1, 1.1, math.nan])
+def test_a_floor_outside_0_to_1_is_refused(floor):
+    with pytest.raises(ValueError, match="floor="):
+        Adaptive(floor=floor)

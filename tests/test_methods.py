@@ -1,0 +1,132 @@
+"""The registry: every line builds a Policy that runs, and every mistake names what was meant."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from observations import make_row, observe, with_memory
+from torch import nn
+
+from learnkv import methods
+from learnkv.budgets import ALLOCATORS, Adaptive, Ratio, adaptive, uniform
+from learnkv.heuristics.snapkv import SnapKV
+from learnkv.methods import METHODS
+from learnkv.policy import Policy
+
+HEURISTICS = [name for name, method in METHODS.items() if not method.trained]
+
+
+class Words:
+    """A tokenizer of ten digits."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        return ["".join(map(str, ids)) for ids in sequences]
+
+
+REQUIRED = {"tokenizer": Words(), "utility": torch.rand(2, 2, 30)}
+
+
+class Model(nn.Module):
+    """What a scorer may ask of a model when it is bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.ones(4))
+
+
+def make(name: str, budget: int | Ratio = 24, **knobs: object) -> Policy:
+    given = {knob: REQUIRED[knob] for knob in METHODS[name].requires}
+    return methods.policy(name, budget, **given, **knobs)
+
+
+@pytest.mark.parametrize("name", HEURISTICS)
+@pytest.mark.parametrize("allocate", ALLOCATORS)
+def test_every_heuristic_runs_under_every_allocator_and_keeps_the_budget(name, allocate):
+    policy = make(name, allocate=allocate)
+    scorer = policy.scorer.bind(Model())
+    layers = []
+    for layer in range(2):
+        obs = observe([make_row(30, C=scorer.memory_size)], window=scorer.observation_window, layer=layer)
+        if "mass" in scorer.needs:
+            object.__setattr__(obs, "mass", torch.rand(obs.positions.shape))
+        layers.append(with_memory(obs, scorer.remember(obs)) if scorer.memory_size else obs)
+    keeps = Policy(scorer, policy.budget, policy.allocate).select(layers)
+    assert sum(int(keep.sum()) for keep in keeps) == 2 * 2 * 24
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_names_its_paper_in_the_scorers_docstring_or_is_a_control(name):
+    method = METHODS[name]
+    assert re.fullmatch(r"(\d{4}\.\d{5})?", method.paper)
+    source = (method.scorer.__doc__ or "") + (Adaptive.__doc__ if method.allocate != "uniform" else "")
+    assert method.paper in source
+
+
+@pytest.mark.parametrize("name", HEURISTICS)
+def test_scorers_are_frozen_dataclasses_in_a_file_of_their_own(name):
+    scorer = METHODS[name].scorer
+    assert is_dataclass(scorer) and scorer.__dataclass_params__.frozen
+    assert scorer.__module__.startswith("learnkv.heuristics.")
+
+
+def test_every_file_of_heuristics_is_registered():
+    files = {path.stem for path in (Path(methods.__file__).parent / "heuristics").glob("*.py")} - {"__init__"}
+    assert files == {METHODS[name].scorer.__module__.rpartition(".")[2] for name in HEURISTICS}
+
+
+def test_a_method_takes_policy_rules_and_scorer_knobs():
+    policy = METHODS["snapkv"](budget=64, num_sinks=2, num_recent=8, interval=4, observation_window=16, kernel_size=5)
+    assert policy == Policy(SnapKV(16, 5), 64, uniform, 2, 8, 4)
+
+
+def test_a_method_uses_its_authors_allocator_unless_told_otherwise():
+    rule = Adaptive(floor=0.5)
+    assert METHODS["ada_snapkv"](64).allocate == adaptive
+    assert METHODS["ada_snapkv"](64, allocate="uniform").allocate == uniform
+    assert METHODS["snapkv"](64, allocate=rule).allocate == rule
+
+
+def test_policy_defaults_are_said_in_one_place():
+    assert METHODS["random"](64) == Policy(METHODS["random"].scorer(), 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "text"),
+    [
+        ("snapkb", {}, "unknown method 'snapkb'.*snapkv"),
+        ("snapkv", {"kernal_size": 5}, "unknown knob of SnapKV 'kernal_size'.*kernel_size"),
+        ("snapkv", {"num_sink": 5}, "num_sinks"),
+        ("snapkv", {"allocate": "adaptiv"}, "unknown allocator 'adaptiv'.*adaptive"),
+        ("snapkv", {"kernel_size": "7"}, "SnapKV: kernel_size='7' is of type str; give int"),
+        ("snapkv", {"kernel_size": 7.0}, "kernel_size=7.0 is of type float"),
+        ("snapkv", {"kernel_size": True}, "kernel_size=True is of type bool"),
+        ("snapkv", {"kernel_size": 6}, "kernel_size=6"),
+        ("oracle", {}, "Oracle has no default for utility; pass utility="),
+        ("kvp", {}, "KVP has no default for gate; pass gate="),
+        ("kvp", {"gates": "folder"}, "unknown knob of KVP 'gates'.*gate"),
+        ("kvp", {"gate": SnapKV()}, "is a SnapKV, not a KVP"),
+    ],
+)
+def test_a_mistake_names_what_was_meant(name, knobs, text):
+    with pytest.raises(ValueError, match=text):
+        methods.policy(name, 64, **knobs)
+
+
+def test_an_int_is_taken_where_a_float_is_meant():
+    assert METHODS["expected_attention"](64, epsilon=1).scorer.epsilon == 1
+
+
+def test_the_table_has_a_row_per_method_that_says_what_it_reads():
+    rows = {row[0]: row[1:] for row in methods.table()}
+    assert list(rows) == list(METHODS)
+    assert rows["snapkv"] == ("arXiv:2404.14469", "queries", "no")
+    assert rows["h2o"] == ("arXiv:2306.14048", "mass", "no")
+    assert rows["keep_rare"] == ("", "token ids", "no")
+    assert rows["kvp"][2] == "yes"
