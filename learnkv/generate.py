@@ -1,0 +1,142 @@
+"""Generate after evicting: the context is compressed before the question is known, then the model answers greedily.
+
+python -m learnkv.generate compare=true                                    a needle prompt of ours, full cache beside the compressed one
+python -m learnkv.generate method=snapkv budget=256 file=notes.txt question="Who pays?"
+python -m learnkv.generate gate=checkpoints/my-run budget=0.1 file=-       your gate; the context from standard input
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from learnkv import config
+from learnkv.budgets import resolve
+from learnkv.checkpoint import load_gate
+from learnkv.evaluation.contenders import contenders_of
+from learnkv.evaluation.rows import budget_of
+from learnkv.models import PreTrainedModel, load_model
+from learnkv.policy import Policy
+from learnkv.prompts import Prompt, Question, encode, make
+from learnkv.prompts.prompt import Tokenizer
+from learnkv.runtime.attach import attach
+from learnkv.runtime.cache import EvictionCache, prefill_many
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class GenerateCommand:
+    """What `python -m learnkv.generate` reads."""
+
+    recipe: str = ""  # a .yaml file with these keys, or none
+    model: str = "smollm2-135m"  # bundled name, hub id or folder
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of model and cache
+    method: str = "kvp"  # as in evaluate.methods: snapkv, "snapkv(window=16)+adaptive", kvp:checkpoints/my-run
+    gate: str = ""  # folder of a gate, instead of `method`
+    budget: float = 0.2  # below 1 the fraction of the context that stays, else tokens per KV head
+    num_sinks: int = 4  # first tokens that always stay
+    num_recent: int = 16  # last tokens of the context that always stay
+    prompt: str = ""  # the context; without it and `file` a needle prompt of ours
+    file: str = ""  # a text file with the context, - for standard input
+    question: str = ""  # asked after the context was compressed
+    max_new_tokens: int = 64  # tokens
+    compare: bool = False  # answer with the full cache too
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} asks for nothing; give 1 or more")
+        if self.prompt and self.file:
+            raise ValueError(f"prompt and file={self.file} both hold a context; give one of them")
+        if self.question and not (self.prompt or self.file):
+            raise ValueError("question=... needs a context to ask about; give prompt=... or file=...")
+
+
+def run(command: GenerateCommand) -> None:
+    budget_of(command.budget)  # a mistake in it should not wait for the model
+    prompt = own_prompt(command) if command.prompt or command.file else None
+    model, loaded = load_model(command.model, DTYPES[command.dtype])
+    tokenizer = cast(Tokenizer, loaded)
+    prompt = prompt or make(["codes"], split="heldout", count=1, num_tokens=700, tokenizer=tokenizer)[0]
+    policy = policy_of(command, model, tokenizer)
+    context, question = tokens_of(prompt, command, model, tokenizer)
+    print(f"model: {command.model}, {command.dtype}")
+    print(f"tokens: {len(context)} of context, {len(question)} of the question after it")
+    print(f"asked: {' '.join(prompt.questions[0].text.split()) or '(nothing: the context is continued)'}", flush=True)
+    with attach(model):
+        cache, full = prefill_many(model, context[None], [policy, everything(policy)])
+        report(command, policy, context, cache, full)
+        caches = {"full cache": full, "compressed": cache} if command.compare else {"compressed": cache}
+        for name, held in caches.items():
+            start = time.perf_counter()
+            new = answer(model, held, context, question, command.max_new_tokens)
+            milliseconds = 1000 * (time.perf_counter() - start) / len(new)
+            print(f"\n{name}: {len(new)} tokens, {milliseconds:.0f} ms per token")
+            print(str(loaded.decode(new, skip_special_tokens=True)).strip())
+    print("next: python -m learnkv.evaluate recipe=compare")
+
+
+def own_prompt(command: GenerateCommand) -> Prompt:
+    """The user's context and question; an empty context is refused."""
+    text = command.prompt
+    if command.file:
+        text = sys.stdin.read() if command.file == "-" else Path(command.file).read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError(f"the context from {command.file or 'prompt'} is empty; there is nothing to compress")
+    return Prompt("own", "heldout", text, (Question(f"\n\n{command.question}" if command.question else "", "", ""),))
+
+
+def policy_of(command: GenerateCommand, model: PreTrainedModel, tokenizer: Tokenizer) -> Policy:
+    """The policy that `method` or `gate` names, at the budget."""
+    text = f"{load_gate(command.gate, model).METHOD}:{command.gate}" if command.gate else command.method
+    contender = contenders_of([text], model, tokenizer, command.num_sinks, command.num_recent)[-1]
+    if contender.scorer in ("full", "oracle"):
+        raise ValueError(f"method {text} cannot generate: the oracle must know the answer, and compare=true shows the full cache")
+    return contender.at(budget_of(command.budget))
+
+
+def everything(policy: Policy) -> Policy:
+    """The same rules with room for all tokens."""
+    return Policy(policy.scorer, budget_of(2**30))
+
+
+def tokens_of(prompt: Prompt, command: GenerateCommand, model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    """(context [n], question [m]) int64; refused where the answer would not fit the model's positions."""
+    encoded = encode(tokenizer, prompt, prompt.questions[0])
+    total = len(encoded.context) + len(encoded.question) + command.max_new_tokens
+    most = model.config.get_text_config().max_position_embeddings
+    if total > most:
+        size = f"{total} tokens with the question and max_new_tokens={command.max_new_tokens}"
+        raise ValueError(f"{size}, but {command.model} has {most} positions; shorten the context")
+    if len(encoded.context) < 2:
+        raise ValueError(f"the context is {len(encoded.context)} token(s); there is nothing to evict from fewer than 2")
+    return encoded.context.to(model.device), encoded.question.long().to(model.device)
+
+
+def report(command: GenerateCommand, policy: Policy, context: Tensor, cache: EvictionCache, full: EvictionCache) -> None:
+    """What was kept of the context, in tokens and bytes."""
+    wanted = int(resolve(policy.budget, torch.tensor([len(context)])))
+    lengths = cache.lengths().float()  # [layers, 1, H]
+    print(f"policy: {command.gate or command.method}, budget {command.budget:g} = {wanted} tokens per KV head")
+    if wanted >= len(context):
+        print(f"note: the budget of {wanted} holds all {len(context)} tokens of the context; nothing was evicted")
+    spread = "" if lengths.min() == lengths.max() else f" ({lengths.min():.0f} to {lengths.max():.0f})"
+    print(f"kept: {lengths.mean():.1f} of {len(context)} tokens per KV head{spread}")
+    print(f"bytes held: {full.nbytes():,} before, {cache.nbytes():,} after ({cache.nbytes() / full.nbytes():.1%})", flush=True)
+
+
+def answer(model: PreTrainedModel, cache: EvictionCache, context: Tensor, question: Tensor, max_new_tokens: int) -> Tensor:
+    """[new tokens] int64, greedy, after context [n] and question [m]; the cache holds what is left of the context."""
+    ids = torch.cat([context, question])[None]
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=max_new_tokens, do_sample=False)
+    return out[0, ids.shape[1] :]
+
+
+if __name__ == "__main__":
+    raise SystemExit(config.main(run, GenerateCommand))
