@@ -1,0 +1,72 @@
+"""The README says what the code does: its commands, recipes, files and table of methods exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from learnkv import config, methods
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+COMMANDS = sorted(set(re.findall(r"python -m (learnkv\.\w+)((?: [\w.]+=\S+?)*)(?=[`\s])", README)))
+
+
+def test_the_quick_start_is_two_lines_of_which_each_sets_up_everything():
+    setup = [block.strip() for _, block in BLOCKS if block.startswith("python3 -m venv")]
+    assert len(setup) == 2 and all("\n" not in line for line in setup)
+    first, second = (line.split(" && ") for line in setup)
+    assert first[:2] == second[:2], "the order of the two must not matter"
+
+
+def test_the_quick_start_installs_a_torch_that_the_package_admits():
+    pins = set(re.findall(r'"torch==([\d.]+)"', README))
+    (low, high) = re.search(r'"torch>=([\d.]+),<([\d.]+)"', (ROOT / "pyproject.toml").read_text()).groups()  # type: ignore[union-attr]
+    numbers = [tuple(int(n) for n in text.split(".")) for text in (low, *pins, high)]
+    assert len(pins) == 1 and numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize(("module", "arguments"), COMMANDS)
+def test_a_command_in_the_readme_exists_with_its_recipe_and_keys(module, arguments):
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, f"{module} is no command"
+    command = importlib.import_module(module)
+    schema = ast.parse(Path(spec.origin or "").read_text())
+    (name,) = {n.args[1].id for n in ast.walk(schema) if isinstance(n, ast.Call) and ast.unparse(n.func) == "config.main"}  # type: ignore[attr-defined]
+    config.load([a for a in shlex.split(arguments) if a != "recipe=own.yaml"], getattr(command, name))
+
+
+def test_recipes_named_in_the_readme_are_shipped():
+    named = set(re.findall(r"recipe=([\w/]+)(?![\w/]*\.yaml)\b", README)) - {"own"}
+    assert named <= set(config.recipe_names())
+
+
+def test_the_table_of_methods_is_the_registrys():
+    table = README.partition("<!-- learnkv.methods.table() -->\n")[2].partition("<!-- end -->")[0]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()[2:]]
+    assert rows == [(f"`{name}`", *rest) for name, *rest in methods.table()]
+
+
+def test_every_figure_names_the_command_that_makes_it():
+    """Between a results heading and each table of it stands a command."""
+    results = README.partition("## Results")[2].partition("\n## ")[0]
+    for number, part in enumerate(re.split(r"^\|[-| :]+\|$", results, flags=re.MULTILINE)[:-1]):
+        assert "python -m learnkv." in part, f"table {number + 1} of the results has no command before it"
+
+
+def test_python_in_the_readme_names_what_learnkv_has():
+    import learnkv
+
+    used = {name for kind, block in BLOCKS if kind == "python" for name in re.findall(r"learnkv\.(\w+)", block)}
+    assert used | set(re.findall(r"`learnkv\.(\w+)\(", README)) - {"methods"} <= set(dir(learnkv))
+
+
+def test_paths_in_the_readme_exist():
+    paths = set(re.findall(r"`((?:learnkv|kernels|recipes|tests|checkpoints|data|\.ci)/[\w./-]*)`", README))
+    assert not {path for path in paths if not (ROOT / path).exists()}
