@@ -1,0 +1,369 @@
+"""KVP: a small network per KV head ranks tokens by the attention they will receive (arXiv:2602.10238)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from learnkv.gates.base import Batch, Gate
+from learnkv.gates.ranking import LOSSES, UTILITY_FLOOR, Items
+from learnkv.models import BaseModel
+from learnkv.names import unknown
+from learnkv.observation import Observation
+from learnkv.traces.format import Trace
+
+INPUTS = ("keys", "values")
+
+
+@dataclass(frozen=True)
+class KVPConfig:
+    """Published (configs/train_single_head.yaml): branch_width=256, width=256, positions=table, inputs keys and values."""
+
+    branch_width: int = 32  # of the key branch and of the value branch
+    width: int = 64  # of the trunk
+    depth: int = 2  # trunk layers of Linear, LayerNorm, SiLU
+    positions: str = "log"  # log, table or none
+    max_positions: int = 6000  # rows of the table; later positions share the last
+    inputs: tuple[str, ...] = ("keys", "values")  # which branches there are; () scores by position alone
+    shared: bool = False  # one agent for all heads instead of one per head
+    loss: str = "plackett_luce"  # see learnkv.gates.ranking.LOSSES
+    permutations: int = 8  # K drawn per item and step
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise unknown("loss", self.loss, LOSSES)
+        if self.positions not in POSITIONS:
+            raise unknown("positions", self.positions, POSITIONS)
+        for name in self.inputs:
+            if name not in INPUTS:
+                raise unknown("input", name, INPUTS)
+        if not self.inputs and self.positions == "none":
+            raise ValueError("inputs=[] with positions=none leaves the gate nothing to read; give one of them")
+        sizes = {"branch_width": self.branch_width, "width": self.width, "depth": self.depth, "max_positions": self.max_positions}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}={size} counts units; give 1 or more")
+
+
+@dataclass(frozen=True)
+class Features:
+    """What KVP reads of each token; rows R are the tokens of any number of sequences.
+
+    keys, values  [l, H, R, D] any float type, keys rotated
+    positions     [l, H, R] ordinal of the token in its sequence
+    num_seen      [R] tokens of that sequence so far
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    num_seen: Tensor
+
+
+class KVP(Gate):
+    """Key branch, value branch and position part, concatenated into a trunk that ends in one score (arXiv:2602.10238).
+
+    Differs: all agents are one batched network, where the authors train one agent per process; keys and values are standardised
+    per head by the first traces' mean and deviation; the last linear has no bias, which no ranking loss can train, and an affine
+    map per head takes the score to the logarithm of the utility after training, so that heads can share a budget.
+    """
+
+    METHOD = "kvp"
+    Config = KVPConfig
+    config: KVPConfig
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, config: KVPConfig, base: BaseModel) -> None:
+        super().__init__(config, base)
+        heads = Heads(base.num_layers, base.num_kv_heads, config.shared)
+        self.branches = nn.ModuleList(Branch(heads, base.head_dim, config.branch_width) for _ in config.inputs)
+        self.position = POSITIONS[config.positions](heads, config)
+        widths = [config.branch_width * len(config.inputs) + self.position.width] + [config.width] * config.depth
+        self.trunk = nn.ModuleList(TrunkLayer(heads, i, o) for i, o in pairwise(widths))
+        self.head = HeadLinear(heads, config.width, 1, bias=False)
+        self.register_buffer("scale", torch.ones(base.num_layers, base.num_kv_heads))
+        self.register_buffer("shift", torch.zeros(base.num_layers, base.num_kv_heads))
+
+    def forward(self, features: Features, layers: slice) -> Tensor:
+        """[l, H, R] float32 scores by the weights of `layers`."""
+        parts = [branch(getattr(features, name), layers) for name, branch in zip(self.config.inputs, self.branches, strict=True)]
+        x = torch.cat([*parts, self.position(features.positions, features.num_seen, layers)], -1)
+        for layer in self.trunk:
+            x = layer(x, layers)
+        score = self.head(x, layers)[..., 0].float()
+        return score * self.scale[layers, :, None] + self.shift[layers, :, None]
+
+    @torch.no_grad()
+    def score(self, obs: Observation) -> Tensor:
+        self.check_geometry(obs)
+        B, H, L = obs.positions.shape
+        keys, values, positions = (rows(x)[None] for x in (obs.keys, obs.values, obs.positions))
+        features = Features(keys, values, positions, obs.num_seen.repeat_interleave(L))
+        return self(features, slice(obs.layer, obs.layer + 1))[0].view(H, B, L).transpose(0, 1)
+
+    @torch.no_grad()
+    def score_trace(self, trace: Trace) -> Tensor:
+        return self(trace_features([trace], slice(None), self.device), slice(None))
+
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
+        """See `Gate.loss`.  The loss is summed over heads: an agent's gradient does not depend on how many there are."""
+        chunks = self.layer_chunks(batch)
+        run: Callable = self.layers_loss if len(chunks) == 1 else self.recomputed_loss
+        losses, rewards = zip(*(run(batch, layers) for layers in chunks), strict=True)
+        per_trace = torch.cat(losses).sum((0, 1))  # [B]
+        return {"loss": per_trace.mean(), "losses": per_trace.detach(), "reward": torch.cat(rewards).mean((1, 2))}
+
+    def layers_loss(self, batch: Batch, layers: slice) -> tuple[Tensor, Tensor]:
+        """(loss, reward), both [l, H, B], of a run of layers."""
+        features, items = trace_features(batch.traces, layers, self.device), trace_items(batch, layers, self.device)
+        scores = self(features, layers).view(items.utility.shape)
+        return LOSSES[self.config.loss](scores, items, self.config.permutations)
+
+    def recomputed_loss(self, batch: Batch, layers: slice) -> tuple[Tensor, Tensor]:
+        """`layers_loss` that keeps no activations: they are computed again when the gradient is."""
+        return checkpoint(self.layers_loss, batch, layers, use_reentrant=False, preserve_rng_state=False)
+
+    def layer_chunks(self, batch: Batch) -> list[slice]:
+        """All layers at once where the step then fits CHUNK_FLOATS, else as many as fit, one at least."""
+        tokens = len(batch.traces) * max(len(t.ids) for t in batch.traces) * self.base.num_kv_heads
+        config = self.config
+        per_token = 4 * self.base.head_dim + 6 * config.branch_width + 4 * config.depth * config.width + 12 * config.permutations
+        step = max(1, CHUNK_FLOATS // (tokens * per_token))
+        return [slice(i, min(i + step, self.base.num_layers)) for i in range(0, self.base.num_layers, step)]
+
+    def prepare(self, traces: Sequence[Trace]) -> None:
+        for name, branch in zip(self.config.inputs, self.branches, strict=True):
+            assert isinstance(branch, Branch)
+            branch.standardise(torch.cat([recorded(t, name) for t in traces], 2).float())
+
+    def calibrate(self, traces: Sequence[Trace]) -> None:
+        """Least squares per head from score to the logarithm of the utility, slope above 0 so that the order within a head stays."""
+        nn.init.ones_(self.scale)
+        nn.init.zeros_(self.shift)
+        scores = torch.cat([self.score_trace(t) for t in traces], -1)
+        target = (torch.cat([utility_of(t) for t in traces], -1).to(scores.device) + UTILITY_FLOOR).log()
+        slope, offset = positive_fit(scores, target)
+        self.scale.copy_(slope)
+        self.shift.copy_(offset)
+
+
+CHUNK_FLOATS = 1 << 28  # 1 GiB of activations
+
+
+def positive_fit(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Least-squares (slope, offset) [...] of y on x, both [..., n]; the slope at least LEAST_SLOPE."""
+    x_mean, y_mean = x.mean(-1, dtype=torch.float64), y.mean(-1, dtype=torch.float64)
+    dx = x - x_mean[..., None]
+    slope = ((dx * (y - y_mean[..., None])).sum(-1) / dx.square().sum(-1).clamp(min=1e-12)).clamp(min=LEAST_SLOPE)
+    return slope.float(), (y_mean - slope * x_mean).float()
+
+
+LEAST_SLOPE = 1e-3  # below it float32 would merge neighbours
+
+
+# ---- from traces and caches to rows
+
+
+def rows(x: Tensor) -> Tensor:
+    """[B, H, L, ...] -> [H, B * L, ...]."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def trace_features(traces: Sequence[Trace], layers: slice, device: torch.device) -> Features:
+    """Rows of the traces side by side, each padded to the longest: R = B * n."""
+    lengths = torch.tensor([len(t.ids) for t in traces], device=device)
+    n = int(lengths.max())
+    keys, values = (padded([recorded(t, name)[layers].to(device) for t in traces], n).flatten(2, 3) for name in ("keys", "values"))
+    positions = torch.arange(n, device=device).repeat(len(traces)).expand(keys.shape[:3])
+    return Features(keys, values, positions, lengths.repeat_interleave(n))
+
+
+def recorded(trace: Trace, name: str) -> Tensor:
+    """[layers, H, n, D] the trace's keys or values."""
+    found: Tensor | None = getattr(trace, name)
+    if found is None:
+        raise ValueError(f"trace {trace.id} holds no {name}, which kvp reads; record with mode=targets")
+    return found
+
+
+def trace_items(batch: Batch, layers: slice, device: torch.device) -> Items:
+    """What the loss ranks, padded as `trace_features` pads."""
+    utilities = [utility_of(t)[layers].to(device) for t in batch.traces]
+    lengths = torch.tensor([u.shape[-1] for u in utilities], device=device)
+    return Items(padded(utilities, int(lengths.max())), lengths, batch, layers.start)
+
+
+def padded(tensors: list[Tensor], n: int) -> Tensor:
+    """Stacks [l, H, n_b, ...] as [l, H, B, n, ...] with zeros after the end."""
+    if len(tensors) == 1:
+        return tensors[0][:, :, None]
+    l, H, _, *rest = tensors[0].shape
+    out = tensors[0].new_zeros(l, H, len(tensors), n, *rest)
+    for b, t in enumerate(tensors):
+        out[:, :, b, : t.shape[2]] = t
+    return out
+
+
+def utility_of(trace: Trace) -> Tensor:
+    """[layers, H, n] the trace's target."""
+    if "utility" not in trace.targets:
+        raise ValueError(f"trace {trace.id} has targets {sorted(trace.targets)}, kvp trains on 'utility'; record with mode=targets")
+    return trace.targets["utility"]
+
+
+# ---- the network, every weight stacked [layers, H, ...]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many agents there are; one weight serves all of them where they are shared."""
+
+    num_layers: int
+    num_kv_heads: int
+    shared: bool
+
+    def weight(self, *shape: int) -> nn.Parameter:
+        """An empty stacked parameter."""
+        return nn.Parameter(torch.empty(*((1, 1) if self.shared else (self.num_layers, self.num_kv_heads)), *shape))
+
+    def of(self, weight: Tensor, layers: slice) -> Tensor:
+        """[l, H, ...] the weights of a run of layers."""
+        return weight.expand(self.num_layers, self.num_kv_heads, *weight.shape[2:])[layers]
+
+
+class HeadLinear(nn.Module):
+    """One linear map per head: [l, H, R, i] -> [l, H, R, o], a batched matrix product."""
+
+    def __init__(self, heads: Heads, size: int, width: int, bias: bool = True) -> None:
+        super().__init__()
+        self.heads = heads
+        self.weight = heads.weight(size, width)
+        self.bias = heads.weight(1, width) if bias else None
+        nn.init.normal_(self.weight, std=1 / math.sqrt(size))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, layers: slice) -> Tensor:
+        weight = self.heads.of(self.weight, layers).flatten(0, 1)  # [l * H, i, o]
+        if self.bias is None:
+            return torch.bmm(x.flatten(0, 1), weight).view(*x.shape[:3], -1)
+        return torch.baddbmm(self.heads.of(self.bias, layers).flatten(0, 1), x.flatten(0, 1), weight).view(*x.shape[:3], -1)
+
+
+class HeadNorm(nn.Module):
+    """LayerNorm over the last dimension with weight and bias per head."""
+
+    def __init__(self, heads: Heads, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.weight = heads.weight(1, width)
+        self.bias = heads.weight(1, width)
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, layers: slice) -> Tensor:
+        weight, bias = (self.heads.of(w, layers) for w in (self.weight, self.bias))
+        return torch.addcmul(bias, F.layer_norm(x, x.shape[-1:]), weight)
+
+
+class Branch(nn.Module):
+    """Standardise, Linear, LayerNorm: [l, H, R, D] -> [l, H, R, width].
+
+    The LayerNorm has no weight and bias of its own: the linear map that follows it holds them.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, heads: Heads, head_dim: int, width: int) -> None:
+        super().__init__()
+        self.linear = HeadLinear(heads, head_dim, width)
+        shape = heads.num_layers, heads.num_kv_heads, 1, head_dim
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("deviation", torch.ones(shape))
+
+    def forward(self, x: Tensor, layers: slice) -> Tensor:
+        x = self.linear((x.float() - self.mean[layers]) / self.deviation[layers], layers)
+        return F.layer_norm(x, x.shape[-1:])
+
+    def standardise(self, x: Tensor) -> None:
+        """Takes mean and deviation per head from x [layers, H, n, D]."""
+        self.mean.copy_(x.mean(2, keepdim=True))
+        self.deviation.copy_(x.std(2, keepdim=True) + 1e-5)
+
+
+class TrunkLayer(nn.Module):
+    """Linear, LayerNorm, SiLU."""
+
+    def __init__(self, heads: Heads, size: int, width: int) -> None:
+        super().__init__()
+        self.linear = HeadLinear(heads, size, width)
+        self.norm = HeadNorm(heads, width)
+
+    def forward(self, x: Tensor, layers: slice) -> Tensor:
+        return F.silu(self.norm(self.linear(x, layers), layers))
+
+
+class LogPositions(nn.Module):
+    """log(1 + pos), log(1 + n - pos) and pos / n: goes on past the lengths that were trained on.
+
+    Differs: the published table tells no positions apart beyond its end.
+    """
+
+    width = 3
+
+    def __init__(self, heads: Heads, config: KVPConfig) -> None:
+        super().__init__()
+
+    def forward(self, positions: Tensor, num_seen: Tensor, layers: slice) -> Tensor:
+        pos = positions.clamp(min=0).float()
+        left = num_seen - pos
+        return torch.stack([pos.log1p() / LOG_SPAN, left.log1p() / LOG_SPAN, pos / num_seen], -1)
+
+
+LOG_SPAN = 8.0  # log of about 3,000 tokens: keeps the features near 1
+
+
+class TablePositions(nn.Module):
+    """A learned row per position and a LayerNorm, as published."""
+
+    width = 32
+
+    def __init__(self, heads: Heads, config: KVPConfig) -> None:
+        super().__init__()
+        self.heads = heads
+        self.table = heads.weight(config.max_positions, self.width)
+        self.norm = HeadNorm(heads, self.width)
+        nn.init.normal_(self.table)
+
+    def forward(self, positions: Tensor, num_seen: Tensor, layers: slice) -> Tensor:
+        table = self.heads.of(self.table, layers)
+        index = positions.clamp(0, table.shape[2] - 1).long()[..., None].expand(*positions.shape, self.width)
+        return self.norm(table.gather(2, index), layers)
+
+
+class NoPositions(nn.Module):
+    """Nothing: the score hangs on keys and values alone."""
+
+    width = 0
+
+    def __init__(self, heads: Heads, config: KVPConfig) -> None:
+        super().__init__()
+
+    def forward(self, positions: Tensor, num_seen: Tensor, layers: slice) -> Tensor:
+        return positions.new_zeros(*positions.shape, 0, dtype=torch.float32)
+
+
+POSITIONS: dict[str, Callable[[Heads, KVPConfig], LogPositions | TablePositions | NoPositions]] = {
+    "log": LogPositions,
+    "table": TablePositions,
+    "none": NoPositions,
+}

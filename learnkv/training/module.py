@@ -1,0 +1,138 @@
+"""One LightningModule for every gate: optimiser, averaged weights, guards and what TensorBoard shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from learnkv.gates.base import Batch, Gate
+from learnkv.gates.ranking import reward_of
+from learnkv.traces.dataset import TraceDataset
+from learnkv.training.settings import TrainSettings
+from learnkv.training.steps import Steps
+
+
+class GateTraining(LightningModule):
+    """Minimises `gate.loss`; `averaged` is what is evaluated and saved."""
+
+    def __init__(self, gate: Gate, traces: TraceDataset, settings: TrainSettings) -> None:
+        super().__init__()
+        self.gate = gate
+        self.average = AveragedModel(gate, multi_avg_fn=get_ema_multi_avg_fn(settings.ema)).requires_grad_(False)
+        self.traces, self.settings = traces, settings
+
+    @property
+    def averaged(self) -> Gate:
+        """The gate with averaged weights."""
+        return cast(Gate, self.average.module)
+
+    def train_dataloader(self) -> Steps:
+        return Steps(self.traces, self.settings, self.global_rank, self.trainer.world_size)
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        return batch  # a gate moves what it reads of a trace, and no more
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        found = self.gate.loss(batch)
+        refuse_nan(found["losses"], batch)
+        watched = {"loss": found["loss"].detach()} | ({"reward": found["reward"].mean()} if "reward" in found else {})
+        self.log_dict(watched, prog_bar=True, sync_dist=True)
+        self.last_batch = batch
+        return found["loss"]
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.global_step == 0:
+            refuse_idle(self.gate)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.gate.parameters() if p.grad is not None])
+        if not norm.isfinite():
+            traces = ", ".join(trace.id for trace in self.last_batch.traces)
+            raise ValueError(f"step {self.global_step}: the gradient is not finite; traces {traces}; look at them, or lower train.lr")
+        self.log("gradient_norm", norm)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], object] | None = None,
+    ) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        # here rather than in on_train_batch_end, which runs after checkpoints are written
+        if self.global_step <= self.settings.ema_start:
+            self.average.n_averaged.zero_()  # the next update copies
+        self.average.update_parameters(self.gate)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        s = self.settings
+        optimizer = AdamW(self.gate.parameters(), s.lr, weight_decay=s.weight_decay)
+        schedule = LambdaLR(optimizer, lambda step: learning_rate(step, s) / s.lr)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def learning_rate(step: int, s: TrainSettings) -> float:
+    """Linear from lr / 100 over the warm-up, then a cosine from lr to min_lr."""
+    if step < s.warmup:
+        return s.lr * (0.01 + 0.99 * step / s.warmup)
+    done = (step - s.warmup) / max(1, s.steps - s.warmup)
+    return s.min_lr + (s.lr - s.min_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+class HeldOut(Callback):
+    """Every `eval_every` steps and after the last: held-out reward of the averaged gate, as scalars per layer and a map of the heads."""
+
+    def __init__(self, traces: TraceDataset) -> None:
+        self.traces = traces
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int) -> None:
+        module = cast(GateTraining, pl_module)
+        if trainer.global_step % module.settings.eval_every == 0 or trainer.global_step == module.settings.steps:
+            rewards = self.rewards(module)
+            if trainer.is_global_zero:
+                draw(trainer, rewards)
+
+    def rewards(self, module: GateTraining) -> Tensor:
+        """[layers, H] mean normalised reward over the held-out traces, shared by all processes."""
+        own = range(module.global_rank, len(self.traces), module.trainer.world_size)
+        shape = module.gate.base.num_layers, module.gate.base.num_kv_heads
+        total = torch.zeros(shape, device=module.device)
+        for trace in (self.traces[i] for i in own):
+            scores = module.averaged.score_trace(trace)
+            total += reward_of(scores, trace.targets["utility"].to(scores.device))
+        summed = cast(Tensor, module.trainer.strategy.reduce(total, reduce_op="sum"))
+        return summed / len(self.traces)
+
+
+def draw(trainer: Trainer, rewards: Tensor) -> None:
+    """rewards [layers, H] to TensorBoard; the map goes from 10 times the oracle's regret (black) to none (white)."""
+    writer, step = cast(TensorBoardLogger, trainer.logger).experiment, trainer.global_step
+    writer.add_scalar("heldout/reward", rewards.mean(), step)
+    for layer, reward in enumerate(rewards.mean(1)):
+        writer.add_scalar(f"heldout_layer/{layer:02d}", reward, step)
+    shade = (1 - (-rewards).clamp(1, 10).log10()).cpu()[None]  # [1, layers, H]
+    writer.add_image("heldout/reward_by_layer_and_head", shade.repeat_interleave(8, 1).repeat_interleave(8, 2), step)
+    writer.flush()
+
+
+def refuse_nan(losses: Tensor, batch: Batch) -> None:
+    """Raises a ValueError with the id of the trace whose loss is not finite."""
+    for trace, loss in zip(batch.traces, losses.tolist(), strict=True):
+        if not math.isfinite(loss):
+            raise ValueError(f"step {batch.step}: the loss of trace {trace.id} ({trace.kind}) is {loss}; look at it, or lower train.lr")
+
+
+def refuse_idle(gate: Gate) -> None:
+    """Raises a ValueError that names the trainable tensors without a gradient."""
+    idle = [name for name, p in gate.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    if idle:
+        raise ValueError(f"the {gate.METHOD} loss gives no gradient to {', '.join(idle)} in the first step; freeze them or change the loss")

@@ -1,0 +1,66 @@
+"""What the tests of gates share: traces with a pattern to learn, in memory and in a folder, and a training run of its own process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from learnkv.gates.base import Batch
+from learnkv.gates.kvp import KVP, KVPConfig
+from learnkv.models import BaseModel
+from learnkv.traces import format
+from learnkv.traces.dataset import TraceDataset
+from learnkv.traces.format import Trace, TraceConfig
+from learnkv.traces.record import RecordSettings
+from learnkv.training import TrainSettings, fit
+
+BASE = BaseModel("tiny", "0123456789abcdef", num_layers=3, num_kv_heads=2, num_query_heads=4, head_dim=8, hidden_size=32)
+
+
+def made_trace(n: int, seed: int = 0, *, base: BaseModel = BASE, split: str = "train") -> Trace:
+    """n tokens of random keys and values; a token is worth what its key's first dimension says."""
+    g = torch.Generator().manual_seed(1000 * n + seed)
+    shape = base.num_layers, base.num_kv_heads, n, base.head_dim
+    keys, values = (torch.randn(shape, generator=g) for _ in range(2))
+    mass = torch.rand(shape[:3], generator=g)
+    window = torch.randn(base.num_layers, base.num_query_heads, min(n, 32), base.head_dim, generator=g)
+    targets = {"utility": (2 * keys[..., 0]).exp() / n}
+    return Trace(f"{split}{n:05d}{seed:05d}", "made", split, torch.arange(n), [], keys, values, window=window, mass=mass, targets=targets)
+
+
+def made_gate(config: KVPConfig | None = None, *, base: BaseModel = BASE, seed: int = 0) -> KVP:
+    torch.manual_seed(seed)
+    gate = KVP(config or KVPConfig(branch_width=6, width=10), base)
+    gate.prepare([made_trace(40, seed, base=base)])
+    return gate
+
+
+def batch_of(*traces: Trace, seed: int = 0, step: int = 0) -> Batch:
+    return Batch(traces, seed, step)
+
+
+def made_folder(folder: Path, *, train: int = 6, heldout: int = 2) -> TraceDataset:
+    """Traces of 20 and more tokens, as record writes them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", train), ("heldout", heldout)):
+        for i in range(count):
+            format.write_trace(folder / f"traces-00-{split}{i:03d}.safetensors", made_trace(20 + 3 * i, i, split=split))
+    format.write_config(folder, TraceConfig(BASE, {}, RecordSettings().content()))
+    format.write_manifest(folder)
+    return TraceDataset(folder)
+
+
+def quick(**changes: object) -> TrainSettings:
+    """A dozen steps in a second."""
+    fast: dict = {"steps": 12, "warmup": 3, "ema_start": 2, "eval_every": 5, "save_every": 4, "log_every": 1, "lr": 1e-2} | changes
+    return TrainSettings(**fast)
+
+
+def train(folder: str, run: str, **changes: object) -> KVP:
+    """One run on the traces of `folder`, all else the same; for processes of their own too."""
+    torch.set_num_threads(1)
+    traces = TraceDataset(folder)
+    gate = fit(made_gate(), traces.split("train"), traces.split("heldout"), Path(run), quick(**changes))
+    assert isinstance(gate, KVP)
+    return gate
