@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from learnkv.models import BaseModel
@@ -183,7 +183,9 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 def write_shard(path: Path, rows: list[dict], tensors: Mapping[str, Tensor]) -> None:
     """rows go into the header under one key, since several would be written in random order."""
-    write_atomically(path, lambda to: save_file(dict(tensors), to, metadata={"rows": json.dumps(rows)}))
+    # not save_file: it writes through a temporary file of its own, which a kill leaves behind, and which only its owner may read
+    content = save(dict(tensors), {"rows": json.dumps(rows)})
+    write_atomically(path, lambda to: to.write_bytes(content))
 
 
 def pack(parts: Iterable[Path], path: Path) -> None:

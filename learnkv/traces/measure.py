@@ -1,0 +1,127 @@
+"""One full-cache pass over a context, one over each continuation, and everything a trace keeps of them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from learnkv.capture import Captured, capture, decoder_of
+from learnkv.models import PreTrainedModel
+from learnkv.traces.format import Trace
+from learnkv.traces.targets import TARGETS, Future, context_mass, cut_positions, future_rows, utility_cuts
+
+WINDOW = 32  # last queries of the context that every trace keeps, so that SnapKV and TOVA can be compared without a model
+
+
+@torch.no_grad()
+def measure(
+    model: PreTrainedModel,
+    bare: Trace,
+    *,
+    future: Future,
+    cuts: int = 0,
+    full: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Trace:
+    """The trace of a bare one (token ids only), with everything that comes from the model.
+
+    The context runs once; each continuation runs over a copy of its cache, and the targets are sums over the continuations.
+
+    future  whose attention is the utility, see `targets.future_rows`
+    cuts    how many earlier ends of the context get a utility too, drawn by the trace's id
+    full    all queries and the hidden states too
+    dtype   of stored keys, values, queries and hidden states; mass and targets are float32
+    """
+    layers, n = evictable_layers(model), len(bare.ids)
+    scales = softmax_scales(model, layers)
+    with capture(model, {"queries", "hidden"} if full else {"queries"}) as taken:
+        cache = run(model, bare.ids)[0]
+        queries, hidden = of_layers(taken.queries, layers), of_layers(taken.hidden, layers) if full else None
+        keys, values = [cache.layers[i].keys for i in layers], [cache.layers[i].values for i in layers]
+        targets = future_targets(model, cache, bare, future, scales, taken)
+    if cuts:
+        at = targets["cut_positions"] = cut_positions(n, cuts, seed=int(bare.id, 16) % 2**63)
+        per_layer = zip(queries, keys, targets["utility"], scales, strict=True)
+        targets["utility_cuts"] = torch.cat([utility_cuts(q, k, u[None], at, s) for q, k, u, s in per_layer], 1)
+    return replace(
+        bare,
+        keys=stacked(keys, dtype),
+        values=stacked(values, dtype),
+        window=stacked([q[:, :, -WINDOW:] for q in queries], dtype),
+        queries=stacked(queries, dtype) if full else None,
+        hidden=stacked(hidden, dtype) if hidden else None,
+        mass=torch.cat([context_mass(q, k, s) for q, k, s in zip(queries, keys, scales, strict=True)]),
+        targets=targets,
+    )
+
+
+def future_targets(
+    model: PreTrainedModel, cache: object, bare: Trace, future: Future, scales: list[float], taken: Captured
+) -> dict[str, Tensor]:
+    """{target: [layers, H, n] float32}, summed over the continuations; `cache` holds the context and is left as it was."""
+    layers, n = evictable_layers(model), len(bare.ids)
+    sums: dict[str, Tensor] = {}
+    for asked in bare.questions:
+        rows, first = future_rows(asked, future)
+        after = run(model, rows, copy.deepcopy(cache))[0]
+        for name, target in TARGETS.items():
+            of_layer = [target(taken.queries[i][:, :, first:], after.layers[i].keys, n, s) for i, s in zip(layers, scales, strict=True)]
+            sums[name] = sums.get(name, 0) + torch.cat(of_layer)
+    return sums
+
+
+def run(model: PreTrainedModel, ids: Tensor, cache: object = None) -> tuple:
+    """(cache, logits [vocabulary] of the last token) after `ids` [n]; a cache that is given grows in place."""
+    out = model(input_ids=ids.to(model.device)[None], cache=cache, use_cache=True, logits_to_keep=1)
+    return out.cache, out.logits[0, -1]
+
+
+@torch.no_grad()
+def respond(model: PreTrainedModel, bare: Trace, max_new_tokens: int) -> Trace:
+    """The trace with the model's own greedy response to each question, its end token included."""
+    cache, logits = run(model, bare.ids)
+    answered = [
+        replace(asked, response=greedy(model, copy.deepcopy(cache), logits, asked.question, max_new_tokens)) for asked in bare.questions
+    ]
+    return replace(bare, questions=answered)
+
+
+def greedy(model: PreTrainedModel, cache: object, logits: Tensor, question: Tensor, max_new_tokens: int) -> Tensor:
+    """[at most max_new_tokens] int64 of most likely tokens after the cache and `question`, up to the model's end token."""
+    end = model.generation_config.eos_token_id
+    ends = set(end) if isinstance(end, list) else {end}
+    response: list[int] = []
+    rows = question
+    while len(response) < max_new_tokens and not ends & set(response[-1:]):
+        if len(rows):  # an empty question leaves the context's own logits to start from
+            cache, logits = run(model, rows, cache)
+        rows = logits.argmax()[None]
+        response.append(int(rows))
+    return torch.tensor(response, dtype=torch.int64)
+
+
+def evictable_layers(model: PreTrainedModel) -> list[int]:
+    """Indices of the full-attention layers."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+
+
+def softmax_scales(model: PreTrainedModel, layers: list[int]) -> list[float]:
+    """What each layer multiplies its logits with (Gemma 3: not D ** -0.5)."""
+    blocks = cast(nn.ModuleList, decoder_of(model).layers)
+    return [cast(float, cast(nn.Module, blocks[i].self_attn).scaling) for i in layers]
+
+
+def of_layers(taken: dict[int, Tensor], layers: list[int]) -> list[Tensor]:
+    """The tensors of `layers`, kept through the forwards that follow."""
+    return [taken[i] for i in layers]
+
+
+def stacked(per_layer: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """[layers, ...] in `dtype` out of one [1, ...] per layer."""
+    return torch.cat([t.to(dtype) for t in per_layer])

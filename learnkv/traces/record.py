@@ -1,0 +1,325 @@
+"""Recording: prompts in, a folder of traces out; stopped at any moment it goes on at the next prompt to the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import distributed
+from tqdm import tqdm
+
+from learnkv import prompts
+from learnkv.models import PreTrainedModel, describe
+from learnkv.prompts import Prompt
+from learnkv.prompts.haystack import Split
+from learnkv.prompts.kinds import TRAIN_KINDS
+from learnkv.prompts.prompt import Tokenizer, encode
+from learnkv.traces import format
+from learnkv.traces.dataset import TraceDataset
+from learnkv.traces.format import Continuation, Trace, TraceConfig
+from learnkv.traces.measure import WINDOW, measure, respond
+from learnkv.traces.targets import TARGETS, Future
+
+PARTS = "parts"  # traces that wait to be packed into a shard, one file each
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class RecordSettings:
+    """Which prompts are recorded, and what of them."""
+
+    folder: str = "data/traces"  # each model and choice of settings gets a folder of its own in it
+    kinds: list[str] = field(default_factory=lambda: list(TRAIN_KINDS))  # kinds of prompts, in turn
+    train: int = 160  # training prompts of each size
+    heldout: int = 32  # held-out prompts of each size
+    num_tokens: list[int] = field(default_factory=lambda: [750])  # sizes of the contexts, tokens
+    seed: int = 0  # of the prompts
+    mode: Literal["ids", "targets", "full"] = (
+        "targets"  # stored: token ids (rest recomputed when read), + K, V, targets, + queries, hidden states
+    )
+    future: Future = (
+        "question_answer"  # whose attention is the utility: question_answer, answer (its rows alone), response (the model's own)
+    )
+    max_new_tokens: int = 64  # length of the model's own response, for future=response
+    cuts: int = 0  # earlier ends of the context that get a utility too (arXiv:2602.10238, Alg. 1)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the model while it is recorded
+    shard_mib: int = 256  # a shard is closed once it holds as much
+
+    def __post_init__(self) -> None:
+        for name, least in (("train", 0), ("heldout", 0), ("max_new_tokens", 1), ("cuts", 0), ("shard_mib", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"record.{name}={getattr(self, name)} is below {least}; give {least} or more")
+
+    def content(self) -> dict[str, object]:
+        """What decides the content of a trace, given its prompt and model: recipes that agree here share traces."""
+        response: dict[str, object] = {"max_new_tokens": self.max_new_tokens} if self.future == "response" else {}
+        return response | {"mode": self.mode, "future": self.future, "cuts": self.cuts, "dtype": self.dtype, "targets": list(TARGETS)}
+
+
+# ---- which prompts, and where
+
+
+def make_prompts(settings: RecordSettings, tokenizer: Tokenizer, path: str = "") -> list[Prompt]:
+    """The recipe's generated prompts, training ones first; or those of the user's file, every tenth of them held out."""
+    if path:
+        own = prompts.load_prompts(path)
+        return [replace(prompt, split="heldout" if i % 10 == 9 else "train") for i, prompt in enumerate(own)]
+    wanted: list[tuple[Split, int]] = [("train", settings.train), ("heldout", settings.heldout)]
+    return [
+        prompt
+        for split, count in wanted
+        for size in settings.num_tokens
+        for prompt in prompts.make(settings.kinds, split=split, count=count, num_tokens=size, tokenizer=tokenizer, seed=settings.seed)
+    ]
+
+
+def trace_config(model: PreTrainedModel, settings: RecordSettings) -> TraceConfig:
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    return TraceConfig(describe(model), dict(rope), settings.content())
+
+
+def trace_folder(model: PreTrainedModel, settings: RecordSettings) -> Path:
+    """Where the traces of this model with these settings lie, whichever recipe asked for them: <folder>/<model>-<mode>-<hash>."""
+    config = trace_config(model, settings)
+    name = re.sub(r"[^\w.-]+", "-", config.base_model.name).strip("-.") or "model"
+    key = json.dumps([config.base_model.weights_hash, config.rope, config.settings, config.format_version], sort_keys=True)
+    return Path(settings.folder) / f"{name}-{settings.mode}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+
+# ---- the plan: everything that can be known, and refused, before the model runs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be recorded, and what is there already.
+
+    jobs         one Trace per prompt, token ids only
+    missing      ids of those that no complete shard or part holds yet
+    bytes_new    what they will take on disk, the copy that is made while a shard is packed included
+    bytes_free   what the disk has
+    """
+
+    folder: Path
+    config: TraceConfig
+    settings: RecordSettings
+    jobs: list[Trace]
+    missing: frozenset[str]
+    bytes_new: int
+    bytes_free: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Context tokens still to run."""
+        return sum(len(job.ids) for job in self.jobs if job.id in self.missing)
+
+    def refuse_without_room(self) -> None:
+        if self.bytes_new > self.bytes_free:
+            need, free = f"{self.bytes_new / 2**30:.2f} GiB", f"{self.bytes_free / 2**30:.2f} GiB"
+            advice = "free some, record fewer, or use record.mode=ids"
+            raise ValueError(f"{len(self.missing)} traces need {need} in {self.folder}, its disk has {free} free; {advice}")
+
+
+def plan_recording(
+    model: PreTrainedModel, tokenizer: Tokenizer, asked: Iterable[Prompt], folder: str | Path, settings: RecordSettings
+) -> Plan:
+    """Tokens of every prompt, checked, and what of them is missing in `folder`; runs and writes nothing."""
+    folder, config = Path(folder), trace_config(model, settings)
+    if str(model.dtype) != str(DTYPES[settings.dtype]):
+        raise ValueError(f"record.dtype={settings.dtype}, but the model was loaded in {model.dtype}; load it in the recipe's type")
+    if (folder / format.CONFIG).exists():
+        check_same(folder, format.read_config(folder), config)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    jobs = {
+        prompt.id: bare_trace(tokenizer, prompt, f"prompt {i} (id {prompt.id}, kind {prompt.kind})", settings, limit)
+        for i, prompt in enumerate(asked)
+    }
+    there = {row["id"] for row in format.shard_rows(folder)} | {path.stem for path in (folder / PARTS).glob("*.safetensors")}
+    missing = frozenset(jobs) - there
+    sizes = [trace_bytes(config, settings, job) for job in jobs.values() if job.id in missing]
+    extra = min(sum(sizes), (settings.shard_mib << 20) + max(sizes, default=0))
+    return Plan(folder, config, settings, list(jobs.values()), missing, sum(sizes) + extra, free_bytes(folder))
+
+
+def check_same(folder: Path, found: TraceConfig, wanted: TraceConfig) -> None:
+    """Raises ValueError where the folder's traces are not what these settings would record."""
+    format.check_model(folder, found.base_model, wanted.base_model)
+    for what, there, asked in (("rope", found.rope, wanted.rope), *settings_side_by_side(found.settings, wanted.settings)):
+        if there != asked:
+            raise ValueError(f"{folder} holds traces with {what}={there}, this recipe asks for {what}={asked}; record into another folder")
+
+
+def settings_side_by_side(found: dict, wanted: dict) -> list[tuple[str, object, object]]:
+    return [(name, found.get(name), wanted.get(name)) for name in sorted(found.keys() | wanted.keys())]
+
+
+def bare_trace(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: RecordSettings, limit: int | None) -> Trace:
+    """The prompt's tokens as a trace without tensors; what can't be recorded is refused, `record` saying which one it is."""
+    encoded = [encode(tokenizer, prompt, question) for question in prompt.questions]
+    if not encoded:
+        raise ValueError(f"{record} asks no question, so its tokens have no future; give it one")
+    if not prompt.context.strip() or len(encoded[0].context) < 2:
+        raise ValueError(f"{record} has a context of {len(encoded[0].context)} tokens; recording needs text of 2 tokens or more")
+    after = [len(e.question) + (settings.max_new_tokens if settings.future == "response" else len(e.answer)) for e in encoded]
+    if limit is not None and len(encoded[0].context) + max(after) > limit:
+        total = f"{len(encoded[0].context)} tokens of context and {max(after)} after it"
+        raise ValueError(f"{record} has {total}, the model has {limit} positions; shorten it")
+    if settings.future != "response" and not all(len(e.answer) for e in encoded):
+        raise ValueError(f"{record} has no answer, which future={settings.future} needs; add one, or record future=response")
+    none = torch.empty(0, dtype=torch.int64)
+    asked = [Continuation(e.question.long(), e.answer.long(), none, e.span) for e in encoded]
+    return Trace(prompt.id, prompt.kind, prompt.split, encoded[0].context, asked)
+
+
+def trace_bytes(config: TraceConfig, settings: RecordSettings, job: Trace) -> int:
+    """What one trace will take on disk, its file's header left out."""
+    base, n = config.base_model, len(job.ids)
+    response = settings.max_new_tokens if settings.future == "response" else 0
+    ids = 8 * (n + sum(len(q.question) + len(q.answer) + response for q in job.questions))
+    if settings.mode == "ids":
+        return ids
+    query_rows = min(n, WINDOW) + (n if settings.mode == "full" else 0)
+    hidden = n * base.hidden_size if settings.mode == "full" else 0
+    bfloat16 = 2 * n * base.num_kv_heads * base.head_dim + query_rows * base.num_query_heads * base.head_dim + hidden
+    float32 = (1 + len(TARGETS) + settings.cuts) * n * base.num_kv_heads
+    return ids + base.num_layers * (2 * bfloat16 + 4 * float32)
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space on the disk that will hold `folder`, which need not exist yet."""
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return shutil.disk_usage(there).free
+
+
+# ---- the recording
+
+
+def record_traces(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    asked: Iterable[Prompt],
+    folder: str | Path,
+    settings: RecordSettings,
+    *,
+    progress: bool = False,
+) -> TraceDataset:
+    """The traces of these prompts, those that `folder` lacks recorded first.
+
+    Several processes of one torch.distributed group share the work by prompt index.  Raises ValueError before anything runs for a
+    prompt that can't be recorded, a folder of other traces, or a disk without room.
+    """
+    return record_plan(plan_recording(model, tokenizer, asked, folder, settings), model, progress=progress)
+
+
+def record_plan(plan: Plan, model: PreTrainedModel, *, progress: bool = False) -> TraceDataset:
+    """Runs a plan; every trace is on disk before the next one begins."""
+    rank, world = place()
+    plan.refuse_without_room()
+    if rank == 0:
+        prepare(plan)
+    wait()
+    own = plan.jobs[rank::world]
+    packer = Packer(plan.folder, rank, plan.settings.shard_mib << 20)
+    total = sum(len(job.ids) for job in own if job.id in plan.missing)
+    with tqdm(total=total, desc="recording", unit=" tokens", unit_scale=True, disable=not (progress and rank == 0 and total)) as bar:
+        for job in own:
+            path = packer.part(job)
+            if path is not None and not path.exists():
+                format.write_trace(path, record_one(model, job, plan.settings))
+                bar.update(len(job.ids))
+            if path is not None:
+                packer.add(path)
+    packer.close()
+    wait()
+    if rank == 0:
+        finish(plan.folder)
+    wait()
+    return TraceDataset(
+        plan.folder,
+        ids=[job.id for job in plan.jobs],
+        base_model=plan.config.base_model,
+        model=model if plan.settings.mode == "ids" else None,
+    )
+
+
+def record_one(model: PreTrainedModel, job: Trace, settings: RecordSettings) -> Trace:
+    """What is stored of one prompt."""
+    if settings.future == "response":
+        job = respond(model, job, settings.max_new_tokens)
+    if settings.mode == "ids":
+        return job
+    return measure(model, job, future=settings.future, cuts=settings.cuts, full=settings.mode == "full")
+
+
+class Packer:
+    """Packs the parts of one process into shards, in order of the prompts: which trace goes where depends on nothing else.
+
+    folder       of the traces
+    rank         whose shards these are: no two processes write one file
+    shard_bytes  a shard is closed once it holds as much
+    """
+
+    def __init__(self, folder: Path, rank: int, shard_bytes: int) -> None:
+        self.folder, self.rank, self.shard_bytes = folder, rank, shard_bytes
+        self.packed = {row["id"] for row in format.shard_rows(folder)}
+        self.waiting: list[Path] = []
+
+    def part(self, job: Trace) -> Path | None:
+        """Where the trace waits for its shard; None when a shard has it."""
+        path = self.folder / PARTS / f"{job.id}.safetensors"
+        if job.id in self.packed:
+            path.unlink(missing_ok=True)  # the last run stopped between packing and clearing up
+            return None
+        return path
+
+    def add(self, part: Path) -> None:
+        self.waiting.append(part)
+        if sum(path.stat().st_size for path in self.waiting) >= self.shard_bytes:
+            self.close()
+
+    def close(self) -> None:
+        """Writes what waits as one shard."""
+        if self.waiting:
+            format.pack(self.waiting, self.next_shard())
+        for path in self.waiting:
+            path.unlink()
+        self.waiting = []
+
+    def next_shard(self) -> Path:
+        taken = [int(path.stem.rpartition("-")[2]) for path in self.folder.glob(f"traces-{self.rank:02d}-*.safetensors")]
+        return self.folder / f"traces-{self.rank:02d}-{max(taken, default=-1) + 1:05d}.safetensors"
+
+
+def prepare(plan: Plan) -> None:
+    """The folder with its settings, without what a killed run left half written."""
+    (plan.folder / PARTS).mkdir(parents=True, exist_ok=True)
+    for path in [*plan.folder.glob("*.tmp"), *(plan.folder / PARTS).glob("*.tmp")]:
+        path.unlink()
+    if not (plan.folder / format.CONFIG).exists():
+        format.write_config(plan.folder, plan.config)
+
+
+def finish(folder: Path) -> None:
+    """The manifest of all shards; parts of another, unfinished recording stay."""
+    format.write_manifest(folder)
+    if not any((folder / PARTS).iterdir()):
+        (folder / PARTS).rmdir()
+
+
+def place() -> tuple[int, int]:
+    """(rank, processes) of the torch.distributed group, (0, 1) outside one."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def wait() -> None:
+    """Until every process is here."""
+    if place()[1] > 1:
+        distributed.barrier()
