@@ -16,6 +16,7 @@ from learnkv.heuristics.keep_digits import KeepDigits
 from learnkv.heuristics.keep_rare import KeepRare
 from learnkv.heuristics.key_diff import KeyDiff
 from learnkv.heuristics.key_norm import KeyNorm
+from learnkv.heuristics.kvzip import KVzip
 from learnkv.heuristics.lagkv import LagKV
 from learnkv.heuristics.oracle import Oracle
 from learnkv.heuristics.random import Random
@@ -148,6 +149,7 @@ METHODS: dict[str, Method] = {
     "key_diff": Method(KeyDiff, "2504.15364"),
     "lagkv": Method(LagKV, "2504.04704"),
     "expected_attention": Method(ExpectedAttention, "2510.00636"),
+    "kvzip": Method(KVzip, "2505.23416", allocate="adaptive_global"),
     "keep_digits": Method(KeepDigits),
     "keep_rare": Method(KeepRare),
     "kvp": GateMethod(KVP, "2602.10238"),

@@ -29,6 +29,9 @@ class Words:
     def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
         return ["".join(map(str, ids)) for ids in sequences]
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1, 2]
+
 
 REQUIRED = {"tokenizer": Words(), "utility": torch.rand(2, 2, 30)}
 
@@ -129,4 +132,5 @@ def test_the_table_has_a_row_per_method_that_says_what_it_reads():
     assert rows["snapkv"] == ("arXiv:2404.14469", "queries", "no")
     assert rows["h2o"] == ("arXiv:2306.14048", "mass", "no")
     assert rows["keep_rare"] == ("", "token ids", "no")
+    assert rows["kvzip"] == ("arXiv:2505.23416", "extra passes", "no")
     assert rows["kvp"][2] == "yes"
