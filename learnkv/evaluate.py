@@ -1,0 +1,115 @@
+"""Compare methods and budgets on the same prompts: accuracy and NLL of the answer after eviction, beside full cache, random and oracle.
+
+python -m learnkv.evaluate recipe=compare                                   the shipped comparison
+python -m learnkv.evaluate method=snapkv budget=0.1                         one method; below 1 a fraction of the context, else tokens
+python -m learnkv.evaluate gate=checkpoints/my-run prompts=mine.jsonl       your gate on your prompts
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from tqdm import tqdm
+
+from learnkv import config, prompts
+from learnkv.checkpoint import load_gate
+from learnkv.evaluation import report
+from learnkv.evaluation.compare import EvaluateSettings, Plan, compare, plan, plan_chosen
+from learnkv.evaluation.contenders import contenders_of
+from learnkv.evaluation.rows import Row, budget_of, read_rows
+from learnkv.models import PreTrainedModel, load_model
+from learnkv.prompts import Prompt
+from learnkv.prompts.prompt import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class EvaluateCommand:
+    """What `python -m learnkv.evaluate` reads."""
+
+    recipe: str = "compare"  # a shipped recipe, or a .yaml file
+    model: str = "smollm2-135m"  # bundled name, hub id or folder
+    method: str = ""  # one method instead of evaluate.methods
+    budget: float = 0.0  # one budget instead of evaluate.budgets
+    gate: str = ""  # folder of a gate, instead of evaluate.methods or beside `method`
+    prompts: str = ""  # your own prompts: JSONL with context, question, answer, or plain text
+    evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
+
+
+def run(command: EvaluateCommand) -> None:
+    settings = settings_of(command)
+    for budget in settings.budgets:
+        budget_of(budget)  # a mistake in it should not wait for the model
+    chosen = read_rows(Path(settings.choose)) if settings.choose else []
+    model, loaded = load_model(command.model, DTYPES[settings.dtype])
+    tokenizer = cast(Tokenizer, loaded)
+    asked = prompts_of(command, settings, tokenizer)
+    plans = plans_of(settings, chosen, model, tokenizer)
+    rows_file = Path(settings.out) / "rows.jsonl"
+    print(f"model: {command.model}, {settings.dtype}")
+    print(f"prompts: {len(asked)} with {sum(len(p.questions) for p in asked)} questions, {len({p.kind for p in asked})} kinds")
+    print(f"rows of each: {len(plans)}: {', '.join(dict.fromkeys(p.contender.line for p in plans))}")
+    print(f"rows go to {rows_file}; a stopped run goes on from there", flush=True)
+    rows = compare(model, tokenizer, asked, plans, path=rows_file, progress=partial(tqdm, desc="prompts", unit="prompt", file=sys.stderr))
+    show(rows, Path(settings.out))
+    print(f"next: python -m learnkv.generate model={command.model} compare=true")
+
+
+def settings_of(command: EvaluateCommand) -> EvaluateSettings:
+    """The settings with the command's short keys put in their place."""
+    settings = command.evaluate
+    named = [command.method] if command.method else []
+    if command.gate:
+        named.append(f"{load_gate(command.gate).METHOD}:{command.gate}")
+    settings = replace(settings, methods=named or settings.methods, choose="" if named else settings.choose)
+    return replace(settings, budgets=[command.budget]) if command.budget else settings
+
+
+def prompts_of(command: EvaluateCommand, settings: EvaluateSettings, tokenizer: Tokenizer) -> list[Prompt]:
+    """The user's own prompts, or generated ones of every size; with the first `questions` of each."""
+    if command.prompts:
+        made = prompts.load_prompts(command.prompts)
+    else:
+        make = partial(prompts.make, settings.kinds, split=settings.split, count=settings.count, tokenizer=tokenizer, seed=settings.seed)
+        made = [prompt for size in settings.num_tokens for prompt in make(num_tokens=size)]
+    return [replace(p, questions=p.questions[: settings.questions]) for p in made] if settings.questions else made
+
+
+def plans_of(settings: EvaluateSettings, chosen: Sequence[Row], model: PreTrainedModel, tokenizer: Tokenizer) -> list[Plan]:
+    """The methods at the budgets, and what the rows of a development run choose."""
+    protected = (settings.num_sinks, settings.num_recent)
+    plans = plan(contenders_of(settings.methods, model, tokenizer, *protected), settings.budgets)
+    return plans + plan_chosen(chosen, settings.budgets, model, tokenizer, *protected) if chosen else plans
+
+
+def show(rows: Sequence[Row], folder: Path) -> None:
+    """Print the tables, write them and the plot to `folder`."""
+    overall = report.summarise(rows)
+    kinds = list(dict.fromkeys(row.kind for row in rows))
+    tables = [("all kinds" if len(kinds) > 1 else kinds[0], overall)]
+    tables += [(kind, report.summarise(rows, kind=kind)) for kind in kinds if len(kinds) > 1]
+    print(f"\n{report.protocol(rows)}\n\n{report.text_table(overall)}\n")
+    for note in notes(rows):
+        print(note)
+    markdown = "\n\n".join(f"### {title}\n\n{report.markdown_table(summaries)}" for title, summaries in tables)
+    (folder / "table.md").write_text(f"{report.protocol(rows)}\n\n{markdown}\n")
+    report.plot(overall, folder / "plot.png")
+    print(f"rows: {folder / 'rows.jsonl'}\ntables, by kind too: {folder / 'table.md'}\nplot: {folder / 'plot.png'}")
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What a reader should know of these rows: budgets that held whole contexts."""
+    evicting = [row for row in rows if row.scorer != "full"]
+    whole = {row.budget: sum(r.kept_mean >= r.num_tokens for r in evicting if r.budget == row.budget) for row in evicting}
+    return [f"budget {b:g} held the whole context in {count} rows: nothing was evicted there" for b, count in whole.items() if count]
+
+
+if __name__ == "__main__":
+    raise SystemExit(config.main(run, EvaluateCommand))

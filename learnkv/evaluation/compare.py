@@ -1,0 +1,269 @@
+"""Methods x allocators x budgets on the same prompts: every method evicts from one full-cache prefill, then the question is asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from learnkv.budgets import Ratio, uniform
+from learnkv.capture import capture
+from learnkv.evaluation.choice import choose_best
+from learnkv.evaluation.contenders import WHOLE, Contender, contenders_of, gate_contender
+from learnkv.evaluation.report import FULL, summarise, text_table
+from learnkv.evaluation.rows import Cell, Row, RowFile, budget_of
+from learnkv.gates.base import Gate
+from learnkv.heuristics.streaming_llm import StreamingLLM
+from learnkv.models import BaseModel, PreTrainedModel, describe
+from learnkv.policy import Policy
+from learnkv.prompts import Encoded, Prompt, encode
+from learnkv.prompts.haystack import Split
+from learnkv.prompts.prompt import Tokenizer
+from learnkv.runtime.attach import attach
+from learnkv.runtime.cache import EvictionCache, prefill_many
+from learnkv.traces import measure
+from learnkv.traces.format import Continuation, Trace
+from learnkv.traces.measure import evictable_layers, softmax_scales
+
+QUICK = ["random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"]
+
+
+@dataclass
+class EvaluateSettings:
+    """What a comparison runs: methods x budgets on `count` prompts of each size."""
+
+    methods: list[str] = field(default_factory=list)  # name(knob=value)+allocator:gate folder; full cache, random and oracle always run
+    budgets: list[float] = field(default_factory=lambda: [0.5, 0.2, 0.1])  # below 1 a fraction of the context, else tokens per KV head
+    kinds: list[str] = field(default_factory=list)  # kinds of generated prompts, in turn
+    split: Split = "heldout"  # train, dev or heldout
+    count: int = 200  # prompts of each size
+    questions: int = 1  # asked of each prompt; 0 asks all it has
+    num_tokens: list[int] = field(default_factory=lambda: [750])  # sizes of the contexts, tokens
+    seed: int = 0  # of the prompts
+    num_sinks: int = 4  # first tokens that always stay
+    num_recent: int = 16  # last tokens that always stay
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of model and cache
+    choose: str = ""  # rows of a development run: each heuristic in it also runs with its best settings and allocator
+    out: str = "data/comparisons/compare"  # folder of rows, tables and plot
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A contender at a budget: one row per question."""
+
+    contender: Contender
+    budget: int | Ratio
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A row to be: which question of its prompt, by which plan."""
+
+    cell: Cell
+    plan: Plan
+
+
+def plan(contenders: Sequence[Contender], budgets: Sequence[float]) -> list[Plan]:
+    """Every contender at every budget as it was typed, the full cache once; each policy is made once to refuse what it must."""
+    plans = [Plan(c, budget_of(b)) for c in contenders if c.scorer != "full" for b in budgets]
+    for each in plans:
+        replace(each.contender.policy, budget=each.budget)
+    return [Plan(c, WHOLE) for c in contenders if c.scorer == "full"] + plans
+
+
+def plan_chosen(
+    rows: Sequence[Row], budgets: Sequence[float], model: PreTrainedModel, tokenizer: Tokenizer, num_sinks: int, num_recent: int
+) -> list[Plan]:
+    """What the rows of a development run choose: each heuristic at its best settings per budget, and the best of them all."""
+    plans = []
+    for budget in budgets:
+        best = choose_best(rows, budget)
+        lines = {"best heuristic (chosen)": next(iter(best.values())), **{f"{scorer} (chosen)": method for scorer, method in best.items()}}
+        opened = {c.method: c for c in contenders_of(list(best.values()), model, tokenizer, num_sinks, num_recent)}
+        plans += plan([replace(opened[method], line=line) for line, method in lines.items()], [budget])
+    return plans
+
+
+def compare(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    plans: Sequence[Plan],
+    *,
+    path: Path | None = None,
+    progress: Callable[[list], Iterable] = iter,
+) -> list[Row]:
+    """The rows of every plan on every question of every prompt.
+
+    path      JSONL file to which each row is appended at once; rows already there are not measured again
+    progress  wraps the list of prompts that still have rows to measure, as tqdm does
+    returns   rows in the order prompts, questions, plans, those found in the file included
+    """
+    store = RowFile(path) if path else None
+    done = dict(store.done) if store else {}
+    bench = Bench(model, describe(model))
+    tasks = [(encoded, bench.cells(prompt, encoded, plans)) for prompt in prompts for encoded in [encode_prompt(model, tokenizer, prompt)]]
+    pending = [(encoded, todo) for encoded, asked in tasks if (todo := unique([a for a in asked if a.cell.key not in done]))]
+    for encoded, todo in progress(pending):
+        for row in bench.rows(encoded, todo):
+            done[row.key] = row
+            if store:
+                store.append(row)
+    return [replace(done[a.cell.key], **named(a.cell)) for _, asked in tasks for a in asked]
+
+
+def quick_table(model: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt], gate: Gate, budgets: Sequence[float]) -> str:
+    """A gate beside the full cache, random, the oracle and the heuristics of the papers, as a text table; nothing is written."""
+    contenders = [gate_contender(gate, run="", line=gate.METHOD), *contenders_of(QUICK, model, tokenizer)]
+    return text_table(summarise(compare(model, tokenizer, prompts, plan(contenders, budgets))))
+
+
+def unique(asked: Sequence[Asked]) -> list[Asked]:
+    """One of each measurement, whatever lines show it."""
+    return list({a.cell.key: a for a in asked}.values())
+
+
+def named(cell: Cell) -> dict:
+    """A cell's fields: rows found in the file take on the lines of this run."""
+    return {f.name: getattr(cell, f.name) for f in fields(Cell)}
+
+
+def encode_prompt(model: PreTrainedModel, tokenizer: Tokenizer, prompt: Prompt) -> list[Encoded]:
+    """Each question of a prompt as tokens on the model's device; a question without tokens borrows the context's last one.
+
+    Raises ValueError for what cannot be run: no answer, a context of fewer than 2 tokens, more tokens than the model has positions.
+    """
+    encoded = [encode(tokenizer, prompt, question) for question in prompt.questions]
+    borrowed = int(any(len(e.question) == 0 for e in encoded))
+    context = encoded[0].context[: len(encoded[0].context) - borrowed]
+    device, found = model.device, []
+    for e in encoded:
+        question = torch.cat([e.context[len(context) :], e.question])
+        found.append(replace(e, context=context.to(device), question=question.long().to(device), answer=e.answer.long().to(device)))
+    refuse_unusable(prompt, found, model.config.get_text_config().max_position_embeddings)
+    return found
+
+
+def refuse_unusable(prompt: Prompt, encoded: Sequence[Encoded], max_tokens: int) -> None:
+    where = f"prompt {prompt.id} ({prompt.kind}, {prompt.context[:40]!r}...)"
+    for e in encoded:
+        total = len(e.context) + len(e.question) + len(e.answer)
+        if len(e.context) < 2:
+            raise ValueError(f"{where}: its context is {len(e.context)} tokens; there is nothing to evict from fewer than 2")
+        if len(e.answer) == 0:
+            raise ValueError(f"{where}: its answer has no tokens, so there is nothing to compare; give an answer")
+        if total > max_tokens:
+            raise ValueError(f"{where}: {total} tokens with question and answer, the model has {max_tokens} positions; shorten the context")
+
+
+@dataclass
+class Bench:
+    """A model on which prompts are run, and what each method's scoring was seen to cost (method -> seconds, measured once)."""
+
+    model: PreTrainedModel
+    base: BaseModel
+    costs: dict[str, float] = field(default_factory=dict)
+
+    def cells(self, prompt: Prompt, encoded: Sequence[Encoded], plans: Sequence[Plan]) -> list[Asked]:
+        """Every question by every plan."""
+        return [Asked(self.cell(prompt, q, len(encoded[0].context), p), p) for q in range(len(encoded)) for p in plans]
+
+    def cell(self, prompt: Prompt, question: int, num_tokens: int, plan: Plan) -> Cell:
+        contender, budget = plan.contender, plan.budget
+        return Cell(
+            prompt=prompt.id,
+            kind=prompt.kind,
+            split=prompt.split,
+            question=question,
+            num_tokens=num_tokens,
+            line=contender.line,
+            method=contender.method,
+            scorer=contender.scorer,
+            allocator=contender.allocator,
+            run=contender.run,
+            gate=contender.gate,
+            budget=budget.kept if isinstance(budget, Ratio) else float(budget),
+            budget_form="ratio" if isinstance(budget, Ratio) else "tokens",
+            question_in_prefix=False,
+            prefill="one-shot",
+            num_sinks=contender.policy.num_sinks,
+            num_recent=contender.policy.num_recent,
+            model=self.base.name,
+            weights_hash=self.base.weights_hash,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+        )
+
+    @torch.no_grad()
+    def rows(self, encoded: Sequence[Encoded], asked: Sequence[Asked]) -> Iterator[Row]:
+        """The rows of one prompt: one prefill for all policies, a clone of each cache per question."""
+        context = encoded[0].context[None]
+        plans = list(dict.fromkeys(a.plan for a in asked))
+        known = oracle_utility(self.model, encoded) if any(p.contender.scorer == "oracle" for p in plans) else None
+        policies = [p.contender.at(p.budget, known) for p in plans]
+        with attach(self.model):
+            costs = [self.cost(p.contender, policy, context) for p, policy in zip(plans, policies, strict=True)]
+            caches = prefill_many(self.model, context, policies)
+            for p, (prefill, extra) in zip(plans, costs, strict=True):
+                cache = caches.pop(0)  # freed as soon as it was asked
+                for a in (a for a in asked if a.plan == p):
+                    figures = holdings(cache, encoded[a.cell.question]) | answer(self.model, cache.clone(), encoded[a.cell.question])
+                    yield Row(**named(a.cell), **figures, prefill_seconds=prefill, extra_seconds=extra)
+
+    def cost(self, contender: Contender, policy: Policy, context: Tensor) -> tuple[float, float]:
+        """Seconds of one full-cache prefill, and what the contender's passes, scoring and eviction add; seen once, on the first prompt."""
+        if FULL not in self.costs:
+            plain = replace(policy, scorer=StreamingLLM(), budget=WHOLE, allocate=uniform)
+            self.prefill_seconds(plain, context)  # the first pass of a process pays for warming up
+            self.costs[FULL] = self.prefill_seconds(plain, context)
+        if contender.method not in self.costs:
+            self.costs[contender.method] = max(0.0, self.prefill_seconds(policy, context) - self.costs[FULL])
+        return self.costs[FULL], 0.0 if contender.scorer == "full" else self.costs[contender.method]
+
+    def prefill_seconds(self, policy: Policy, context: Tensor) -> float:
+        start = time.perf_counter()
+        (cache,) = prefill_many(self.model, context, [policy])
+        cache.lengths().sum().item()  # waits for the device
+        return time.perf_counter() - start
+
+
+def oracle_utility(model: PreTrainedModel, encoded: Sequence[Encoded]) -> Tensor:
+    """[layers, H, n] float32 attention that all questions and answers pay to the context over the full cache: what the oracle knows."""
+    nothing = encoded[0].context[:0]
+    asked = [Continuation(e.question, e.answer, response=nothing) for e in encoded]
+    bare = Trace("", "", "", encoded[0].context, asked)
+    scales = softmax_scales(model, evictable_layers(model))
+    with capture(model, {"queries"}) as taken:
+        full, _ = measure.run(model, bare.ids)
+        return measure.future_targets(model, full, bare, "question_answer", scales, taken)["utility"]
+
+
+def answer(model: PreTrainedModel, cache: EvictionCache, encoded: Encoded) -> dict[str, float]:
+    """Accuracy and NLL of the answer, teacher-forced after the question; the cache, frozen by prefill_many, is left with their tokens."""
+    ids = torch.cat([encoded.question, encoded.answer])[None]
+    count = len(encoded.answer)
+    logits = model(ids, cache=cache, use_cache=True, logits_to_keep=count + 1).logits[0, :-1].float()  # [count, vocabulary]
+    right = bool((logits.argmax(-1) == encoded.answer).all())
+    return {"accuracy": float(right), "nll": F.cross_entropy(logits, encoded.answer).item()}
+
+
+def holdings(cache: EvictionCache, encoded: Encoded) -> dict:
+    """What a cache keeps after eviction, the answer's span in particular."""
+    lengths = cache.lengths()  # [layers, 1, H]
+    return {
+        "span_kept": None if encoded.span is None else span_kept(cache.kept_positions(), *encoded.span),
+        "kept_mean": lengths.double().mean().item(),
+        "kept_max": int(lengths.max()),
+        "bytes_held": cache.nbytes(),
+    }
+
+
+def span_kept(kept: Sequence[Tensor], start: int, stop: int) -> float:
+    """Share of the tokens [start, stop) among the kept positions (one [1, H, L] per layer), mean over layers and heads."""
+    shares = [((positions >= start) & (positions < stop)).sum(-1).double() / (stop - start) for positions in kept]
+    return torch.stack(shares).mean().item()

@@ -1,0 +1,125 @@
+"""Contenders of a comparison: entries made into policies, gates loaded, full cache, random and oracle always among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from learnkv import methods
+from learnkv.budgets import ALLOCATORS, Allocator, Ratio
+from learnkv.checkpoint import load_gate
+from learnkv.evaluation.entries import Entry, parse_entry
+from learnkv.evaluation.report import FULL
+from learnkv.gates import GATES
+from learnkv.gates.base import Gate
+from learnkv.heuristics.oracle import Oracle
+from learnkv.heuristics.streaming_llm import StreamingLLM
+from learnkv.methods import METHODS
+from learnkv.models import PreTrainedModel, weights_hash
+from learnkv.names import unknown
+from learnkv.policy import Policy
+from learnkv.prompts.prompt import Tokenizer
+
+ALWAYS = ("full", "random", "oracle")
+WHOLE = Ratio(1.0)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method ready to run; its scorer is shared by all its budgets.
+
+    line         the table's line; several training runs of one recipe share theirs
+    method       the entry without its path; `scorer` and `allocator` are its parts
+    run, gate    folder and weights hash of a gate, "" without weights
+    policy       scorer and budget rules; budget and, for the oracle, scorer are set per cell
+    """
+
+    line: str
+    method: str
+    scorer: str
+    allocator: str
+    run: str
+    gate: str
+    policy: Policy
+
+    def at(self, budget: int | Ratio, utility: Tensor | None = None) -> Policy:
+        """The policy at a budget; utility [layers, H, n] is what the oracle scores by."""
+        if self.scorer != "oracle":
+            return replace(self.policy, budget=budget)
+        assert utility is not None, "the oracle needs the utilities of its prompt"
+        return replace(self.policy, budget=budget, scorer=Oracle(utility))
+
+
+def contenders_of(
+    texts: Sequence[str], model: PreTrainedModel, tokenizer: Tokenizer, num_sinks: int = 4, num_recent: int = 16
+) -> list[Contender]:
+    """The contenders that entries name, full cache, random and oracle first unless they were named.
+
+    Raises ValueError with the nearest names for an unknown method, allocator or knob, and for a gate that does not fit the model.
+    """
+    names = sorted({"full", "oracle", *METHODS, *GATES})
+    entries = [parse_entry(text, names) for text in texts]
+    named = {entry.name for entry in entries}
+    entries = [Entry(name) for name in ALWAYS if name not in named] + entries
+    return [c for entry in dict.fromkeys(entries) for c in open_entry(entry, model, tokenizer, num_sinks, num_recent)]
+
+
+def open_entry(entry: Entry, model: PreTrainedModel, tokenizer: Tokenizer, num_sinks: int, num_recent: int) -> list[Contender]:
+    """One contender, or one per training run."""
+    if entry.name in GATES:
+        return open_gates(entry, model, num_sinks, num_recent)
+    if entry.path:
+        raise ValueError(f"method {entry}: {entry.name} has no weights, so it takes no folder; with weights: {', '.join(sorted(GATES))}")
+    if entry.name in ("full", "oracle"):
+        return [control(entry, num_sinks, num_recent)]
+    policy = heuristic(entry, tokenizer, num_sinks, num_recent)
+    return [Contender(str(entry), entry.method, entry.name, name_of(policy.allocate), "", "", policy)]
+
+
+def control(entry: Entry, num_sinks: int, num_recent: int) -> Contender:
+    """The full cache, which evicts nothing, or the oracle, whose scorer comes with each prompt."""
+    if entry.knobs or (entry.name == "full" and entry.allocator):
+        raise ValueError(f"method {entry}: {entry.name} has no settings")
+    allocator = entry.allocator or "uniform"
+    policy = Policy(StreamingLLM(), WHOLE, ALLOCATORS[allocator], num_sinks, num_recent)
+    return Contender(FULL if entry.name == "full" else str(entry), entry.method, entry.name, allocator, "", "", policy)
+
+
+def heuristic(entry: Entry, tokenizer: Tokenizer, num_sinks: int, num_recent: int) -> Policy:
+    """The policy that METHODS makes of the entry's knobs, at a budget to be replaced."""
+    knobs: dict[str, object] = {"num_sinks": num_sinks, "num_recent": num_recent, **dict(entry.knobs)}
+    if "tokenizer" in METHODS[entry.name].requires:
+        knobs["tokenizer"] = tokenizer
+    try:
+        return methods.policy(entry.name, WHOLE, allocate=entry.allocator or None, **knobs)
+    except ValueError as error:
+        raise ValueError(f"method {entry}: {error}") from error
+
+
+def open_gates(entry: Entry, model: PreTrainedModel, num_sinks: int, num_recent: int) -> list[Contender]:
+    """A gate per folder; without a path the shipped one for the bundled model."""
+    if entry.knobs:
+        raise ValueError(f"method {entry}: the settings of {entry.name} were fixed in training; give a folder instead, {entry.name}:folder")
+    folders = entry.folders() or [f"checkpoints/{entry.name}-smollm2-135m"]
+    loaded = [gate_contender(load_gate(f, model), f, str(entry), entry.allocator or "uniform", num_sinks, num_recent) for f in folders]
+    for contender in loaded:
+        if contender.scorer != entry.name:
+            kind = contender.scorer
+            raise ValueError(f"method {entry}: the gate in {contender.run} is a {kind}; write {kind}:{contender.run}")
+    return loaded
+
+
+def gate_contender(gate: Gate, run: str, line: str, allocator: str = "uniform", num_sinks: int = 4, num_recent: int = 16) -> Contender:
+    """A loaded gate as a contender."""
+    if allocator not in ALLOCATORS:
+        raise unknown("allocator", allocator, ALLOCATORS)
+    method = gate.METHOD if allocator == "uniform" else f"{gate.METHOD}+{allocator}"
+    policy = Policy(gate, WHOLE, ALLOCATORS[allocator], num_sinks, num_recent)
+    return Contender(line, method, gate.METHOD, allocator, run, weights_hash(gate), policy)
+
+
+def name_of(allocate: Allocator) -> str:
+    """The allocator's name, or its settings where it has none."""
+    return next((name for name, known in ALLOCATORS.items() if known == allocate), repr(allocate))

@@ -1,0 +1,97 @@
+"""python -m learnkv.evaluate: what it prints and writes, how it goes on, and what it says to mistakes."""
+
+import json
+
+import pytest
+from comparison_parts import letter_tokenizer, short_prompt, tiny_model
+
+from learnkv import config
+from learnkv.evaluate import EvaluateCommand, run
+from learnkv.evaluation.rows import read_rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with its tokenizer, and three prompts of the user's own."""
+    made = tmp_path_factory.mktemp("evaluate")
+    tiny_model().save_pretrained(made / "model")
+    letter_tokenizer().save_pretrained(made / "model")
+    questions = [(short_prompt(i).context, short_prompt(i).questions[0]) for i in range(3)]
+    records = [{"context": context, "question": q.text, "answer": q.answer, "answer_prefix": q.prefix} for context, q in questions]
+    (made / "mine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return made
+
+
+def evaluate(folder, out, *arguments):
+    fixed = [f"model={folder / 'model'}", f"prompts={folder / 'mine.jsonl'}", f"evaluate.out={out}"]
+    return config.main(run, EvaluateCommand, [*fixed, *arguments])
+
+
+def test_one_method_on_ones_own_prompts_ends_with_a_table_and_where_it_lies(folder, tmp_path, capsys):
+    assert evaluate(folder, tmp_path / "out", "method=snapkv+adaptive", "budget=0.4") == 0
+    said = capsys.readouterr().out
+    lines = ("full cache", "random", "oracle", "snapkv+adaptive")
+    for part in ("prompts: 3 with 3 questions", "40% accuracy", *lines, "next: python -m learnkv."):
+        assert part in said
+    for name in ("rows.jsonl", "table.md", "plot.png"):
+        assert f"{tmp_path / 'out' / name}" in said and (tmp_path / "out" / name).stat().st_size > 0
+    assert len(read_rows(tmp_path / "out" / "rows.jsonl")) == 3 * (1 + 3)
+
+
+def test_second_run_measures_nothing_again_and_says_the_same(folder, tmp_path, capsys):
+    tables = []
+    for _ in range(2):
+        assert evaluate(folder, tmp_path, "method=key_diff", "budget=48") == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] and "48 accuracy" in tables[0]
+
+
+def test_several_methods_and_budgets_by_the_section(folder, tmp_path, capsys):
+    assert evaluate(folder, tmp_path, "evaluate.methods=h2o,tova", "evaluate.budgets=[0.5,30]") == 0
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 3 * (1 + 4 * 2)
+
+
+def test_budget_over_the_context_is_said_once(folder, tmp_path, capsys):
+    assert evaluate(folder, tmp_path, "method=snapkv", "budget=200") == 0
+    assert capsys.readouterr().out.count("budget 200 held the whole context in 9 rows: nothing was evicted there") == 1
+
+
+def test_settings_chosen_on_a_development_run_are_run(folder, tmp_path, capsys):
+    assert evaluate(folder, tmp_path / "dev", "evaluate.methods=snapkv,snapkv+adaptive,h2o", "budget=0.4") == 0
+    rows = tmp_path / "dev" / "rows.jsonl"
+    assert evaluate(folder, tmp_path / "held", "evaluate.methods=random", f"evaluate.choose={rows}", "budget=0.4") == 0
+    assert "best heuristic (chosen)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("method=snapvk", "nearest: snapkv"),
+        ("budget=-3", "budget=-3 is neither"),
+        ("evaluate.methods=random budget=7", "budget=7 is smaller than num_sinks + num_recent = 20"),
+        ("gate=nowhere", "nowhere"),
+        ("evaluate.split=dve", "dve"),
+        ("evaluate.dtype=float8", "float8"),
+        ("evaluate.budgts=[0.1]", "evaluate.budgets"),
+        ("evaluate.methods=snapkv+adaptve", "nearest: adaptive"),
+        ("recipe=comprae", "compare"),
+        ("method=random prompts=nowhere.jsonl", "nowhere.jsonl"),
+        ("evaluate.choose=nowhere.jsonl", "nowhere.jsonl"),
+    ],
+)
+def test_mistake_is_one_line_and_exit_2(folder, tmp_path, capsys, argument, said):
+    assert evaluate(folder, tmp_path, *argument.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
+def test_shipped_recipes_name_methods_and_kinds_that_exist():
+    from learnkv.evaluation.entries import parse_entry
+    from learnkv.gates import GATES
+    from learnkv.methods import METHODS
+    from learnkv.prompts.kinds import KINDS
+
+    for recipe in ("compare", "compare_dev"):
+        settings = config.load([f"recipe={recipe}"], EvaluateCommand).evaluate
+        assert [parse_entry(text, [*METHODS, *GATES]) for text in settings.methods]
+        assert set(settings.kinds) <= set(KINDS) and settings.kinds
