@@ -1,0 +1,98 @@
+"""Policy: a scorer plus budget rules decides which slots stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from learnkv import budgets, ops
+from learnkv.budgets import Allocator, Ratio
+from learnkv.observation import Observation, Scorer
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which slots stay, and when that is asked.
+
+    scorer      worth of every slot
+    budget      tokens per KV head, sinks and recent window included; a Ratio is of the row's own tokens
+    allocate    how the budget is split over heads
+    num_sinks   first tokens of a row that always stay
+    num_recent  last tokens of a row that always stay
+    interval    decode steps between evictions
+    """
+
+    scorer: Scorer
+    budget: int | Ratio
+    allocate: Allocator = field(default=budgets.uniform)
+    num_sinks: int = 4
+    num_recent: int = 16
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_sinks < 0 or self.num_recent < 0:
+            raise ValueError(f"num_sinks={self.num_sinks} and num_recent={self.num_recent} count tokens; give 0 or more")
+        if self.interval < 1:
+            raise ValueError(f"interval={self.interval} counts decode steps; give 1 or more")
+        if not isinstance(self.budget, (int, Ratio)) or isinstance(self.budget, bool):
+            raise ValueError(f"budget={self.budget!r} is neither a number of tokens (512) nor a fraction of them (Ratio(0.1))")
+        protected = self.num_sinks + self.num_recent
+        if isinstance(self.budget, int) and self.budget < max(protected, 1):
+            least = f"num_sinks + num_recent = {protected}" if protected else "1"
+            raise ValueError(f"budget={self.budget} is smaller than {least}; raise the budget or shrink the window")
+
+    @property
+    def scope(self) -> Literal["layer", "model"]:
+        """"model" when the scores of all layers are wanted before anyone is evicted."""
+        return "model" if "model" in (self.scorer.scope, self.allocate.scope) else "layer"
+
+    def select(
+        self,
+        observations: list[Observation],
+        pinned: list[Tensor] | None = None,
+        *,
+        budget: Tensor | None = None,
+        scores: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """One keep mask [B, H, L] bool per observation; of all layers together when `scope` is "model".
+
+        pinned  one [B, H, L] bool per observation: slots that stay beside sinks and recent window
+        budget  [B] int64, a Ratio's tokens as they were resolved before; resolved now where None
+        scores  one [B, H, L] per observation, what the scorer said of them; asked now where None
+        Protected slots stay even where they exceed the budget; a row within its budget keeps everything.
+        """
+        if pinned is None:
+            pinned = [torch.zeros_like(obs.filled) for obs in observations]
+        if budget is None:
+            budget = budgets.resolve(self.budget, observations[0].num_seen)
+        if scores is None:
+            scores = [self.scorer.score(obs) for obs in observations]
+        masked = [self.mask(s, obs, pins) for s, obs, pins in zip(scores, observations, pinned, strict=True)]
+        kept = self.split(masked, budget, observations)
+        return [self.keep(s, obs, k) for s, obs, k in zip(masked, observations, kept, strict=True)]
+
+    def split(self, scores: list[Tensor], budget: Tensor, observations: list[Observation]) -> list[Tensor]:
+        """Tokens kept per head, one [B, H] per layer; an allocator of scope "layer" sees a layer at a time."""
+        if self.allocate.scope == "model":
+            return self.allocate(scores, budget, observations)
+        return [self.allocate([s], budget, [obs])[0] for s, obs in zip(scores, observations, strict=True)]
+
+    def mask(self, scores: Tensor, obs: Observation, pinned: Tensor) -> Tensor:
+        """[B, H, L] float32 scores: +inf on protected slots, -inf on empty ones, NaN refused."""
+        scores = scores.float()
+        if scores[obs.filled].isnan().any():
+            raise ValueError(f"{type(self.scorer).__name__} gave NaN scores in layer {obs.layer}; nothing was evicted")
+        scores = scores.clamp(-LARGEST, LARGEST)  # infinities are the policy's own: protected and empty
+        recent = obs.positions >= (obs.num_seen - self.num_recent)[:, None, None]
+        protected = obs.filled & ((obs.positions < self.num_sinks) | recent | pinned)
+        return scores.masked_fill(protected, float("inf")).masked_fill(~obs.filled, float("-inf"))
+
+    def keep(self, scores: Tensor, obs: Observation, kept: Tensor) -> Tensor:
+        """[B, H, L] bool: each head's best `kept` [B, H] slots, and every protected one."""
+        kept = torch.minimum(kept, obs.slots.lengths.long())
+        return obs.filled & (ops.select(scores, obs.positions, kept) | (scores == float("inf")))

@@ -1,0 +1,268 @@
+"""The kinds of prompts: facts hidden in text and asked for afterwards, chains, records, and plain continuation.
+
+Every sentence here is our own.  TRAIN_KINDS make training traces; HELDOUT_KINDS are never trained on and choose no setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from learnkv.prompts import pools
+from learnkv.prompts.haystack import Split, Style, passage
+from learnkv.prompts.pools import Pool
+from learnkv.prompts.prompt import Prompt, Question
+
+Build = Callable[[Random, Split, int], Prompt]
+
+INTROS = (
+    "Read the following text.\n",
+    "Here is a text. Questions about it come later.\n",
+    "Study this document with care.\n",
+    "The text below holds a few facts. Keep them in mind.\n",
+    "Below is an excerpt from a longer document.\n",
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence with {key} and {value}, and how it is asked for; the answer follows `prefix`."""
+
+    statement: str
+    question: str
+    prefix: str
+    key: Pool
+    value: Pool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A fact in its final words: the sentence, its question, and where in the sentence the answer lies."""
+
+    sentence: str
+    question: str
+    prefix: str
+    answer: str
+
+    def ask(self, context: str) -> Question:
+        """The question about `context`, with the span of the answer in it."""
+        begin = context.index(self.sentence) + self.sentence.rindex(self.answer)
+        return Question(self.question, self.prefix, " " + self.answer, (begin, begin + len(self.answer)))
+
+
+def place(fact: Fact, rng: Random, split: Split) -> Placed:
+    """A fact with a key and a value of the split."""
+    key, value = fact.key(rng, split), fact.value(rng, split)
+    return Placed(fact.statement.format(key=key, value=value), fact.question.format(key=key), fact.prefix.format(key=key), value)
+
+
+def hide(rng: Random, split: Split, num_chars: int, sentences: list[str], style: Style = "prose") -> str:
+    """A passage of about `num_chars` characters with `sentences` at random places between its own, after an introduction."""
+    intro = rng.choice(INTROS)
+    room = num_chars - len(intro) - sum(map(len, sentences)) - len(sentences)
+    body = passage(rng, style, split, max(0, room))
+    for sentence in sentences:
+        body.insert(rng.randint(0, len(body)), sentence)
+    return intro + (" " if style != "code" else "\n").join(body) + "\n"
+
+
+def facts(kind: str, variants: tuple[Fact, ...], counts: tuple[int, ...], styles: tuple[Style, ...] = ("prose", "docstrings")) -> Build:
+    """A kind that hides some facts of one variant (all different keys and values) and asks for each."""
+
+    def build(rng: Random, split: Split, num_chars: int) -> Prompt:
+        placed = distinct(rng, split, [rng.choice(variants)] * rng.choice(counts))
+        context = hide(rng, split, num_chars, [p.sentence for p in placed], rng.choice(styles))
+        return Prompt(kind, split, context, tuple(p.ask(context) for p in shuffled(rng, placed)))
+
+    return build
+
+
+def mixture(kind: str, variants: tuple[Fact, ...], counts: tuple[int, ...]) -> Build:
+    """A kind that hides facts of several variants in one text and asks for each: the many-sided training context."""
+
+    def build(rng: Random, split: Split, num_chars: int) -> Prompt:
+        placed = distinct(rng, split, rng.sample(variants, rng.choice(counts)))
+        context = hide(rng, split, num_chars, [p.sentence for p in placed], rng.choice(("prose", "docstrings", "code")))
+        return Prompt(kind, split, context, tuple(p.ask(context) for p in shuffled(rng, placed)))
+
+    return build
+
+
+def distinct(rng: Random, split: Split, wanted: list[Fact]) -> list[Placed]:
+    """One placed fact for each wanted, no two with the same answer or the same question."""
+    placed: list[Placed] = []
+    for fact in wanted:
+        tries = (place(fact, rng, split) for _ in range(1000))
+        placed.append(next(new for new in tries if all(new.answer != p.answer and new.question != p.question for p in placed)))
+    return placed
+
+
+def shuffled(rng: Random, items: list[Placed]) -> list[Placed]:
+    """The items in random order."""
+    return rng.sample(items, len(items))
+
+
+def chain(rng: Random, split: Split, num_chars: int) -> Prompt:
+    """A variable set to a number and handed on once or twice; asked for the number that the last one holds."""
+    first, *rest = (pools.variable(rng, split) for _ in range(rng.choice((2, 3))))
+    value = pools.number(10000, 99999)(rng, split)
+    lines = [f"The program sets {first} to {value}."]
+    for source, target in zip([first, *rest], rest, strict=False):
+        lines.append(f"The program then copies {source} into {target}.")
+    context = hide_in_order(rng, split, num_chars, lines)
+    asked = [Placed(lines[0], f"Which number does the program put into {v}?", f"The number in {v} is", value) for v in (first, *rest)]
+    return Prompt("chain", split, context, tuple(p.ask(context) for p in asked))
+
+
+def hide_in_order(rng: Random, split: Split, num_chars: int, sentences: list[str]) -> str:
+    """As `hide`, the sentences kept in their order."""
+    intro = rng.choice(INTROS)
+    body = passage(rng, rng.choice(("prose", "docstrings")), split, max(0, num_chars - len(intro) - sum(map(len, sentences))))
+    places = sorted(rng.randint(0, len(body)) for _ in sentences)
+    for shift, (where, sentence) in enumerate(zip(places, sentences, strict=True)):
+        body.insert(where + shift, sentence)
+    return intro + " ".join(body) + "\n"
+
+
+def many_values(rng: Random, split: Split, num_chars: int) -> Prompt:
+    """One key with two or three values in different places; asked for all of them in order."""
+    key = pools.word(rng, split)
+    values = [pools.number(100, 9999)(rng, split) for _ in range(rng.choice((2, 3)))]
+    context = hide_in_order(rng, split, num_chars, [f"One of the measurements of {key} was {v}." for v in values])
+    answer = ", ".join(values)
+    question = Question(f"What were the measurements of {key}, in the order of the text?", f"The measurements of {key} were", " " + answer)
+    return Prompt("many_values", split, context, (question,))
+
+
+def many_keys(rng: Random, split: Split, num_chars: int) -> Prompt:
+    """Several keys with a value each; asked for two of them in one answer."""
+    placed = distinct(rng, split, [CODES[0]] * 4)
+    context = hide(rng, split, num_chars, [p.sentence for p in placed])
+    one, two = shuffled(rng, placed)[:2]
+    keys = [p.prefix.removeprefix("The secret code given to ").removesuffix(" reads") for p in (one, two)]
+    question = Question(f"Which secret codes were given to {keys[0]} and {keys[1]}?", f"The codes of {keys[0]} and {keys[1]} are", f" {one.answer} and {two.answer}")
+    return Prompt("many_keys", split, context, (question,))
+
+
+def records(rng: Random, split: Split, num_chars: int) -> Prompt:
+    """A flat JSON object that fills the context; asked for four of its values."""
+    intro, lines, pairs = "Here is a JSON object with the settings of a program.\n{\n", [], []
+    while sum(map(len, lines)) + len(lines) < num_chars - len(intro):
+        key, value = pools.pair(pools.word, "_", pools.word)(rng, split), pools.number(10000, 99999)(rng, split)
+        pairs.append((key, value))
+        lines.append(f'  "{key}": {value},')
+    context = intro + "\n".join(lines) + "\n}\n"
+    asked = rng.sample(pairs, min(4, len(pairs)))
+    placed = [Placed(f'"{k}": {v}', f'Which value does "{k}" have in the JSON object?', f'The value of "{k}" is', v) for k, v in asked]
+    return Prompt("records", split, context, tuple(p.ask(context) for p in placed))
+
+
+def continuation(kind: str, style: Style) -> Build:
+    """Plain text to go on with: the question is empty and the answer is how the text continues."""
+
+    def build(rng: Random, split: Split, num_chars: int) -> Prompt:
+        glue = "\n" if style == "code" else " "
+        text = glue.join(passage(rng, style, split, num_chars + 400))
+        cut = text.index(glue, min(num_chars, len(text) - 200))
+        return Prompt(kind, split, text[:cut], (Question("", "", text[cut : cut + 300]),), chat=False)
+
+    return build
+
+
+def roll_call(rng: Random, split: Split, num_chars: int) -> Prompt:
+    """Lists of three names; asked for one list in order."""
+    ships = set()
+    while len(ships) < 2:
+        ships.add(pools.ship(rng, split))
+    placed = []
+    for ship in sorted(ships):
+        crew: list[str] = []
+        while len(crew) < 3:
+            crew += [n for n in [pools.name(rng, split)] if n not in crew]
+        answer = f"{crew[0]}, {crew[1]} and {crew[2]}"
+        placed.append(Placed(f"On board the {ship} were {answer}.", f"Who was on board the {ship}?", f"On board the {ship} were", answer))
+    context = hide(rng, split, num_chars, [p.sentence for p in placed])
+    return Prompt("roll_call", split, context, tuple(p.ask(context) for p in shuffled(rng, placed)))
+
+
+def shopping(rng: Random, split: Split, num_chars: int) -> Prompt:
+    """A shopping list of three goods; asked for it in order."""
+    who, goods = pools.name(rng, split), []
+    while len(goods) < 3:
+        goods += [g for g in [pools.food(rng, split)] if g not in goods]
+    answer = f"{goods[0]}, {goods[1]} and {goods[2]}"
+    fact = Placed(f"Before noon {who} has to buy {answer}.", f"What does {who} have to buy?", f"Before noon {who} has to buy", answer)
+    context = hide(rng, split, num_chars, [fact.sentence])
+    return Prompt("shopping", split, context, (fact.ask(context),))
+
+
+CODES = (
+    Fact("The secret code given to {key} reads {value}.", "Which secret code was given to {key}?", "The secret code given to {key} reads",
+         pools.word, pools.number(1000000, 9999999)),
+    Fact("Note that the locker of {key} opens with {value}.", "With which number does the locker of {key} open?", "The locker of {key} opens with",
+         pools.name, pools.number(1000, 999999)),
+    Fact("The serial number stamped on the {key} is {value}.", "Which serial number is stamped on the {key}?",
+         "The serial number stamped on the {key} is", pools.item, pools.number(10000, 99999999)),
+)
+WORDS = (
+    Fact("The password for {key} is {value}.", "What is the password for {key}?", "The password for {key} is", pools.word, pools.word),
+    Fact("Agents call the {key} by the name {value}.", "By which name do agents call the {key}?", "Agents call the {key} by the name", pools.item, pools.ship),
+    Fact("In this text {key} stands for {value}.", "What does {key} stand for in the text?", "In this text {key} stands for", pools.variable, pools.word),
+)
+PEOPLE = (
+    Fact("{key} works as a {value}.", "What is the job of {key}?", "{key} works as a", pools.name, pools.job),
+    Fact("The favorite fruit of {key} is the {value}.", "Which fruit is the favorite of {key}?", "The favorite fruit of {key} is the", pools.name, pools.fruit),
+    Fact("Last week {key} bought a {value} bicycle.", "What color is the bicycle that {key} bought?", "The bicycle that {key} bought is", pools.name, pools.colour),
+    Fact("{key} keeps a {value} at home.", "Which animal does {key} keep at home?", "At home {key} keeps a", pools.name, pools.animal),
+    Fact("Every evening {key} plays the {value}.", "Which instrument does {key} play?", "Every evening {key} plays the", pools.name, pools.instrument),
+    Fact("{key} is learning to speak {value}.", "Which language is {key} learning?", "{key} is learning to speak", pools.name, pools.language),
+)
+THINGS = (
+    Fact("The {key} in the hall is made of {value}.", "What is the {key} in the hall made of?", "The {key} in the hall is made of", pools.item, pools.metal),
+    Fact("The {key} was painted {value} by hand.", "In which color was the {key} painted?", "The {key} was painted", pools.item, pools.colour),
+    Fact("The owner of the {key} is {value}.", "Who is the owner of the {key}?", "The owner of the {key} is", pools.item, pools.name),
+    Fact("The page about {key} was written by {value}.", "Who wrote the page about {key}?", "The page about {key} was written by", pools.word, pools.name),
+)
+SETTINGS = (
+    Fact("{key} = {value}.", "What is the value of {key}?", "{key} =", pools.variable, pools.number(10000, 99999)),
+    Fact("The option --{key} defaults to {value}.", "What does the option --{key} default to?", "The option --{key} defaults to", pools.word, pools.number(10, 9999)),
+    Fact("Set {key} to {value} before the program starts.", "To what is {key} set before the program starts?", "{key} is set to",
+         pools.variable, pools.pair(pools.word, "_", pools.word)),
+)
+
+CITIES = (Fact("{key} moved to the city of {value} last summer.", "Which city did {key} move to?", "{key} moved to the city of", pools.name, pools.city),)
+PRICES = (Fact("At the market a {key} costs {value} dollars.", "How many dollars does a {key} cost at the market?", "At the market a {key} costs",
+               pools.item, pools.number(12, 985)),)
+DATES = (Fact("The {key} was held on {value}.", "On which day was the {key} held?", "The {key} was held on", pools.event, pools.date),)
+TOKENS = (Fact("The access token of {key} is {value}.", "What is the access token of {key}?", "The access token of {key} is",
+               pools.word, pools.identifier(6, 12)),)
+ROOMS = (Fact("The meeting about the {key} takes place in room {value}.", "In which room does the meeting about the {key} take place?",
+              "The meeting about the {key} takes place in room", pools.event, pools.number(100, 899)),)
+CARGO = (Fact("The {key} sailed with a load of {value}.", "With which load did the {key} sail?", "The {key} sailed with a load of", pools.ship, pools.food),)
+
+TRAIN_KINDS: dict[str, Build] = {
+    "codes": facts("codes", CODES, (1, 2, 4)),
+    "passwords": facts("passwords", WORDS, (1, 2, 3)),
+    "people": facts("people", PEOPLE, (2, 3)),
+    "things": facts("things", THINGS, (2, 3)),
+    "settings": facts("settings", SETTINGS, (2, 4)),
+    "mixture": mixture("mixture", CODES + WORDS + PEOPLE + THINGS + SETTINGS, (4, 6, 8)),
+    "chain": chain,
+    "many_values": many_values,
+    "many_keys": many_keys,
+    "records": records,
+    "prose": continuation("prose", "prose"),
+    "code": continuation("code", "code"),
+}
+HELDOUT_KINDS: dict[str, Build] = {
+    "cities": facts("cities", CITIES, (3,)),
+    "prices": facts("prices", PRICES, (3,)),
+    "dates": facts("dates", DATES, (2,)),
+    "tokens": facts("tokens", TOKENS, (1,)),
+    "rooms": facts("rooms", ROOMS, (3,)),
+    "cargo": facts("cargo", CARGO, (3,)),
+    "roll_call": roll_call,
+    "shopping": shopping,
+}
+KINDS: dict[str, Build] = TRAIN_KINDS | HELDOUT_KINDS

@@ -1,0 +1,93 @@
+"""make: seeded prompts of any kind, sized in the model's tokens; load_prompts: the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from random import Random
+
+from learnkv.prompts.haystack import SPLITS, Split
+from learnkv.prompts.kinds import KINDS, Build
+from learnkv.prompts.prompt import Prompt, Question, Tokenizer, encode
+
+
+def make(kinds: list[str], *, split: Split, count: int, num_tokens: int, tokenizer: Tokenizer, seed: int = 0) -> list[Prompt]:
+    """`count` prompts, the kinds in turn, each context at most `num_tokens` tokens of `tokenizer` and close to it.
+
+    The i-th prompt depends on (seed, split, its kind, i, num_tokens) and the tokenizer only, so a longer run begins with a shorter one's prompts.
+    Raises ValueError for an unknown kind or split, or a size below 64 tokens.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
+    if num_tokens < 64:
+        raise ValueError(f"num_tokens={num_tokens} leaves no room for text around the facts; give 64 or more")
+    builders = [find_kind(kind) for kind in kinds]
+    if not builders:
+        raise ValueError(f"no kinds were named; choose among {', '.join(KINDS)}")
+    seeds = [f"{seed} {split} {kinds[i % len(kinds)]} {i} {num_tokens}" for i in range(count)]
+    return [sized(builders[i % len(builders)], seeds[i], split, num_tokens, tokenizer) for i in range(count)]
+
+
+def find_kind(kind: str) -> Build:
+    """The builder of a kind, or a ValueError with the nearest names."""
+    if kind in KINDS:
+        return KINDS[kind]
+    near = difflib.get_close_matches(kind, KINDS, n=3, cutoff=0.4) or list(KINDS)
+    raise ValueError(f"prompt kind {kind!r} is unknown; did you mean {' or '.join(near)}?")
+
+
+def sized(build: Build, seed: str, split: Split, num_tokens: int, tokenizer: Tokenizer) -> Prompt:
+    """The prompt whose context comes closest to `num_tokens` tokens from below, found by its characters."""
+    num_chars, best = 4 * num_tokens, None
+    for _ in range(4):
+        prompt = build(Random(seed), split, num_chars)
+        size = len(encode(tokenizer, prompt, prompt.questions[0]).context)
+        if size <= num_tokens:
+            best = prompt
+            if size > 0.95 * num_tokens:
+                break
+        num_chars = int(num_chars * 0.98 * num_tokens / size)
+    if best is None:
+        raise ValueError(f"the facts of kind {prompt.kind} alone need {size} tokens; raise num_tokens={num_tokens}")
+    return best
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """The user's own prompts: JSONL with context, question, answer (answer_prefix optional), or plain text to continue.
+
+    A text file becomes one prompt without a question, whose answer is its last tenth.
+    Raises ValueError naming the file and line for what is missing or no JSON.
+    """
+    path = Path(path)
+    if path.suffix not in (".jsonl", ".json"):
+        return [continue_text(path)]
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        rows = load_dataset("json", data_files=str(path), split="train")
+    except (DatasetGenerationError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON lines: {error}; write one object with context, question, answer per line") from error
+    return [from_record(path, number, row) for number, row in enumerate(rows, 1)]
+
+
+def from_record(path: Path, number: int, row: dict[str, object]) -> Prompt:
+    """One record of a user's file as a Prompt; the answer's span is found when it occurs once."""
+    for key in ("context", "question", "answer"):
+        if not isinstance(row.get(key), str) or (key != "question" and not row[key]):
+            raise ValueError(f"{path}, record {number}: {key!r} is {row.get(key)!r}; every record needs the texts context, question and answer")
+    context, question, answer = (str(row[key]) for key in ("context", "question", "answer"))
+    begin = context.find(answer.strip())
+    span = (begin, begin + len(answer.strip())) if begin >= 0 and context.count(answer.strip()) == 1 else None
+    answer = answer if answer[:1].isspace() else " " + answer
+    return Prompt("user", "user", context, (Question(question, str(row.get("answer_prefix") or ""), answer, span),))
+
+
+def continue_text(path: Path) -> Prompt:
+    """A plain text file as a prompt whose answer is the file's last tenth, 400 characters at most."""
+    text = path.read_text(encoding="utf-8")
+    cut = max(len(text) - max(1, min(400, len(text) // 10)), 0)
+    if cut == 0:
+        raise ValueError(f"{path} holds {len(text)} characters; a prompt needs a context and something after it")
+    return Prompt("user", "user", text[:cut], (Question("", "", text[cut:]),), chat=False)

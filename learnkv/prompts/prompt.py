@@ -1,0 +1,101 @@
+"""Prompt: a context, the questions asked about it, and the tokens that both become for a model at hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked after the context.
+
+    text    the question, in the user's turn
+    prefix  how the assistant's answer begins; generation goes on from here
+    answer  what follows the prefix; matched exactly
+    span    characters [start, stop) of the context that hold the answer, or None
+    """
+
+    text: str
+    prefix: str
+    answer: str
+    span: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One context with at least one question.
+
+    kind   the generator's name
+    split  the side its text, keys and values were drawn from
+    chat   whether it goes through the model's chat template
+    """
+
+    kind: str
+    split: str
+    context: str
+    questions: tuple[Question, ...]
+    chat: bool = True
+
+    @property
+    def id(self) -> str:
+        """16 hex digits of the content: equal prompts have equal ids on every machine."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of one question on its context: the model sees context + question + answer.
+
+    context, question, answer  [n] int64
+    span                       token range of the context that holds the answer, or None
+    """
+
+    context: Tensor
+    question: Tensor
+    answer: Tensor
+    span: tuple[int, int] | None
+
+
+class Tokenizer(Protocol):
+    """What we use of a transformers tokenizer."""
+
+    chat_template: str | None
+
+    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> dict: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool) -> str: ...
+
+
+def encode(tokenizer: Tokenizer, prompt: Prompt, question: Question) -> Encoded:
+    """The prompt through the model's chat template, cut where the context ends.
+
+    The context part holds the template's head and the context, so that it can be compressed before the question is known;
+    the question part holds the question, the template's tail and the answer's prefix.  Without a chat template the three
+    texts simply follow each other.
+    """
+    if prompt.chat and tokenizer.chat_template:
+        turn = [{"role": "user", "content": prompt.context + question.text}]
+        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) + question.prefix
+    else:
+        text = prompt.context + " ".join(part for part in (question.text, question.prefix) if part)
+    begin = text.index(prompt.context)
+    cut = begin + len(prompt.context)
+    context = tokenizer(text[:cut], add_special_tokens=False, return_offsets_mapping=True)
+    ids = [torch.tensor(context["input_ids"])]
+    ids += [torch.tensor(tokenizer(part, add_special_tokens=False, return_offsets_mapping=False)["input_ids"]) for part in (text[cut:], question.answer)]
+    return Encoded(*ids, span=token_span(context["offset_mapping"], question.span, begin))
+
+
+def token_span(offsets: list[tuple[int, int]], span: tuple[int, int] | None, shift: int) -> tuple[int, int] | None:
+    """The token range that covers characters `span`, which count from `shift`."""
+    if span is None:
+        return None
+    start, stop = span[0] + shift, span[1] + shift
+    inside = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
+    return (inside[0], inside[-1] + 1) if inside else None
