@@ -80,7 +80,7 @@ def capture_hooks(decoder: PreTrainedModel, taken: Captured, want: set[Want]) ->
     for index, block in enumerate(blocks_of(decoder)):
         if "block_input" in want:
             yield block.register_forward_pre_hook(partial(enter_block, index), with_kwargs=True)
-        yield block.self_attn.register_forward_pre_hook(partial(enter_attention, index), with_kwargs=True)
+        yield block.get_submodule("self_attn").register_forward_pre_hook(partial(enter_attention, index), with_kwargs=True)
 
 
 def capture_attention(

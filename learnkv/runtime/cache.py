@@ -1,0 +1,371 @@
+"""EvictionCache: a transformers cache whose layers hold what a policy keeps, per KV head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from learnkv import budgets
+from learnkv.capture import decoder_of
+from learnkv.observation import Probe, Scorer
+from learnkv.policy import Policy
+from learnkv.runtime.pages import Pages
+from learnkv.runtime.step import LayerState, ProbeStep, Seat, Step, Target, over_budget, running
+
+TESTED = "5.24"  # the transformers whose way from cache.update to the attention function was read
+
+
+class EvictionLayer(CacheLayerMixin):
+    """transformers' view of one evictable layer: its length is the columns seen, whatever is still held."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, state: LayerState) -> None:
+        super().__init__()
+        self.state = state
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("the first update makes the pages")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, kwargs: dict | None = None, **others: object
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens; `kwargs` is the dict that transformers hands on to the attention function."""
+        step = (kwargs or {}).get("learnkv")
+        if step is None and running.get() is None:
+            raise ValueError("an EvictionCache works inside `with learnkv.attach(model):` only; enter it around generate or the forward")
+        if step is None:
+            raise RuntimeError(broken_contract("cache.update"))
+        step.store(self.state, key_states.detach(), value_states.detach())
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.state.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.state.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def broken_contract(where: str) -> str:
+    installed = version("transformers")
+    return (
+        f"transformers {installed} did not bring learnkv's handle to {where}, so nothing can be evicted; learnkv {version('learnkv')} "
+        f"was written for transformers {TESTED}: install that version, or a learnkv for {installed}"
+    )
+
+
+class EvictionCache(Cache):
+    """Holds what its policy keeps; `with attach(model): model.generate(ids, cache=EvictionCache(policy, model))`.
+
+    policy  selects after every prefill (a forward of several tokens, or the first), which attends with its whole chunk;
+            None keeps everything
+    decode  selects every `interval` forwards of one token; None means that `policy` goes on
+    frozen  nothing is evicted while True
+
+    Sliding-window layers stay transformers' own.  A Ratio is resolved at each prefill on the row's tokens so far, and holds until the next.
+    """
+
+    def __init__(self, policy: Policy | None, model: PreTrainedModel, decode: Policy | None = None) -> None:
+        super().__init__(layers=cache_layers(model))
+        self.frozen = False
+        self.take_policies(bind([policy, policy if decode is None else decode], model))
+        self.reset()
+
+    def take_policies(self, policies: Sequence[Policy | None]) -> None:
+        """Bound policies, prefill's and decode's first, and a seat for each of their scorers."""
+        self.policies = list(policies)
+        self.seats: list[Seat] = []
+        start = 0
+        for scorer in {id(policy.scorer): policy.scorer for policy in policies if policy is not None}.values():
+            self.seats.append(Seat(scorer, slice(start, start + scorer.memory_size)))
+            start += scorer.memory_size
+
+    @property
+    def states(self) -> list[LayerState]:
+        """The evictable layers."""
+        return [layer.state for layer in self.layers if isinstance(layer, EvictionLayer)]
+
+    @property
+    def sliding(self) -> list[DynamicSlidingWindowLayer]:
+        """The layers that are transformers' own."""
+        return [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+
+    # ---- what is held
+
+    def lengths(self) -> Tensor:
+        """[layers, B, H] int64 tokens held by each head of each evictable layer."""
+        return torch.stack([pages.lengths.cpu() for pages in self.held_pages()])
+
+    def kept_positions(self) -> list[Tensor]:
+        """Per evictable layer [B, H, L] int32: which of their row's real tokens are held, ascending; -1 past a head's last."""
+        return [pages.slots().positions for pages in self.held_pages()]
+
+    def held_pages(self) -> list[Pages]:
+        if any(state.pages is None for state in self.states):
+            raise ValueError("this EvictionCache is empty; run a forward or generate with it first")
+        return [state.held for state in self.states]
+
+    def nbytes(self) -> int:
+        """Bytes of all storages held: keys, values, positions, memory, tables, lengths, last queries; sliding layers too."""
+        tensors = [t for state in self.states if state.pages is not None for t in (*state.pages.tensors(), state.queries)]
+        tensors += [t for layer in self.sliding for t in (layer.keys, layer.values)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+        return sum(storages.values())
+
+    def pin(self, row: int, start: int, stop: int) -> None:
+        """Tokens start..stop - 1 of a row, counted over its real tokens, stay inside the budget until `reset`; they may be yet to come."""
+        if row < 0 or start < 0 or stop <= start:
+            raise ValueError(f"pin(row={row}, start={start}, stop={stop}): give a row from 0, and 0 <= start < stop")
+        if self.get_seq_length() and row >= len(self.num_seen):
+            raise ValueError(f"pin(row={row}): this cache holds {len(self.num_seen)} rows")
+        for state in self.states:
+            if state.pages is not None and not state.pages.row(row).holds(start, min(stop, int(self.num_seen[row]))):
+                raise ValueError(f"pin(row={row}, start={start}, stop={stop}): layer {state.index} evicted some of it; pin before that")
+        self.pins.append((row, start, stop))
+
+    def reset(self) -> None:
+        """As new: nothing held, nothing pinned."""
+        self.layers = [empty_layer(layer) for layer in self.layers]
+        self.num_seen = self.next_rope = torch.zeros(0, dtype=torch.int64)
+        self.budgets: list[Tensor | None] = [None for _ in self.policies]
+        self.steps_since_prefill = 0
+        self.pins: list[tuple[int, int, int]] = []
+        self.step: Step | None = None
+
+    def clone(self) -> EvictionCache:
+        """A plain copy of what is held; the two share their policies and nothing else."""
+        other = copy.copy(self)
+        other.layers = [clone_layer(layer) for layer in self.layers]
+        other.budgets, other.pins = list(self.budgets), list(self.pins)
+        return other
+
+    # ---- what is refused
+
+    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
+        raise ValueError("an EvictionCache can't be reordered for beam search; generate with num_beams=1")
+
+    def activate_past_recording(self) -> NoReturn:
+        raise ValueError("an EvictionCache can't take drafted tokens back; generate without assistant_model and prompt_lookup_num_tokens")
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        raise ValueError("an EvictionCache can't be cropped: tokens were evicted for the later ones; clone() it before they come")
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        raise ValueError("an EvictionCache can't repeat its rows; repeat the prompts before the first forward")
+
+    def batch_select_indices(self, indices: Tensor) -> NoReturn:
+        raise ValueError("an EvictionCache can't drop rows; make one for the rows that are wanted")
+
+    # ---- one forward
+
+    def begin(self, real: Tensor, rope: Tensor, token_ids: Tensor | None, attention_mask: Tensor | None) -> Step:
+        """Opens a forward: real [B, T] bool, rope [B, T] RoPE positions, token_ids [B, T], attention_mask [B, columns + T]."""
+        if self.step is not None:
+            raise ValueError("a forward with this EvictionCache stopped half way, so its layers differ; reset() it or use a clone")
+        B, T = real.shape
+        first = not self.get_seq_length() and not len(self.num_seen)
+        seen, next_rope = (real.new_zeros(B, dtype=torch.int64) if first else x.to(real.device) for x in (self.num_seen, self.next_rope))
+        if len(seen) != B:
+            raise ValueError(f"this EvictionCache holds {len(seen)} rows and the forward has {B}; use a new cache, or reset() this one")
+        step = Step(
+            seats=self.seats,
+            num_layers=len(self.states),
+            window=max((seat.scorer.observation_window for seat in self.seats), default=0),
+            positions=torch.where(real, seen[:, None] + real.cumsum(-1) - 1, -1),
+            num_new=real.sum(-1),
+            num_seen=seen + real.sum(-1),
+            next_rope=torch.maximum(next_rope, rope.masked_fill(~real, -1).amax(-1) + 1),
+            prefill=T > 1 or first,
+            token_ids=token_ids,
+            attention_mask=attention_mask,
+        )
+        if "token_ids" in step.needs and token_ids is None:
+            raise ValueError(f"{names(self.seats)}: a scorer reads token ids; call the model with input_ids, not inputs_embeds")
+        step.targets, step.probes = self.targets(step), self.probes(step)
+        self.step = step
+        return step
+
+    def targets(self, step: Step) -> list[Target]:
+        """The selection due after this forward, if it is prefill's or decode's turn."""
+        if step.prefill:
+            self.budgets = [None if policy is None else budgets.resolve(policy.budget, step.num_seen) for policy in self.policies]
+        self.steps_since_prefill = 0 if step.prefill else self.steps_since_prefill + 1
+        policy, budget = self.policies[not step.prefill], self.budgets[not step.prefill]
+        if self.frozen or policy is None or budget is None or self.steps_since_prefill % policy.interval:
+            return []
+        return [self.target(policy, budget, self.states, step)]
+
+    def target(self, policy: Policy, budget: Tensor, states: list[LayerState], step: Step) -> Target:
+        return Target(states, policy, self.seat_of(policy), budget, self.pins, over_budget(self.states, step.num_new, budget, policy))
+
+    def seat_of(self, policy: Policy) -> int:
+        return next(i for i, seat in enumerate(self.seats) if seat.scorer is policy.scorer)
+
+    def probes(self, step: Step) -> list[tuple[int, int, Probe]]:
+        """(seat, row, probe) of the scorers that want rows run after this prefill, counted in positions of the row."""
+        asking = [(i, seat.scorer) for i, seat in enumerate(self.seats) if seat.probes]
+        if self.frozen or not step.prefill or not asking:
+            return []
+        if step.token_ids is None:
+            raise ValueError(f"{names(self.seats)}: a scorer runs tokens after the prompt; call with input_ids, not inputs_embeds")
+        found = []
+        for b, (ids, positions) in enumerate(zip(step.token_ids, step.positions, strict=True)):
+            prompt = ids[positions >= 0]
+            before, rope = int(step.num_seen[b]) - len(prompt), int(step.next_rope[b]) - len(prompt)
+            for i, scorer in asking:
+                for p in scorer.probe(prompt) if len(prompt) else []:
+                    found.append((i, b, Probe(p.token_ids, p.start + before, p.stop + before, p.position + rope)))
+        return found
+
+    @torch.no_grad()
+    def finish_forward(self, model: PreTrainedModel) -> None:
+        """What spans the layers, after the model's forward: probe rows, then the selections that waited for all layers."""
+        step = self.step
+        assert step is not None, "begin comes before"
+        missing = [state.index for state in self.states if state.index not in step.attended]
+        if missing:
+            raise RuntimeError(broken_contract(f"the attention of evictable layers {missing}"))
+        for seat, row, probe in step.probes:
+            self.run_probe(model, ProbeStep(step, seat, row, probe))
+        step.select_waiting(self.states)
+        self.num_seen, self.next_rope, self.step = step.num_seen, step.next_rope, None
+
+    def run_probe(self, model: PreTrainedModel, probe: ProbeStep) -> None:
+        """Runs a probe's rows through the decoder over one row; all that changes is its scorer's memory."""
+        sliding = [(layer, vars(layer).copy()) for layer in self.sliding]
+        for layer, before in sliding:
+            layer.keys, layer.values = (before[name][probe.row : probe.row + 1] for name in ("keys", "values"))
+        ids = probe.probe.token_ids.to(probe.base.positions.device)[None]
+        mask = probe.base.attention_mask
+        if mask is not None:
+            mask = torch.cat([mask[probe.row : probe.row + 1], mask.new_ones(ids.shape)], 1)
+        rope = torch.arange(ids.shape[1], device=ids.device)[None] + probe.probe.position
+        token = running.set(probe)
+        try:
+            decoder_of(model).forward(input_ids=ids, attention_mask=mask, position_ids=rope, cache=self, use_cache=True)
+        finally:
+            running.reset(token)
+            for layer, before in sliding:
+                vars(layer).update(before)
+
+
+def names(seats: Sequence[Seat]) -> str:
+    return ", ".join(type(seat.scorer).__name__ for seat in seats)
+
+
+Layer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer  # transformers' own three
+
+
+def cache_layers(model: PreTrainedModel) -> list[Layer]:
+    """transformers' own layers for this model, full-attention ones replaced by evictable ones."""
+    layers = DynamicCache(config=model.config).layers
+    unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)})
+    full = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    if unknown or not full:
+        problem = f"keeps {', '.join(unknown)}" if unknown else "has sliding-window layers only"
+        raise ValueError(f"{type(model).__name__} {problem}; EvictionCache serves full-attention layers, with sliding ones beside them")
+    for index, i in enumerate(full):
+        layers[i] = EvictionLayer(LayerState(index))
+    return layers
+
+
+def empty_layer(layer: Layer) -> Layer:
+    """A layer of the same kind that has seen nothing."""
+    if isinstance(layer, EvictionLayer):
+        return EvictionLayer(LayerState(layer.state.index))
+    assert isinstance(layer, DynamicSlidingWindowLayer), "cache_layers lets no other in"
+    return DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+
+
+def clone_layer(layer: Layer) -> Layer:
+    """A layer that holds the same and shares nothing."""
+    return EvictionLayer(layer.state.clone()) if isinstance(layer, EvictionLayer) else copy.deepcopy(layer)
+
+
+def bind(policies: Sequence[Policy | None], model: PreTrainedModel) -> list[Policy | None]:
+    """The policies with scorers ready for the model; equal scorers (the same object, or equal settings) become one."""
+    bound: dict[Scorer, Scorer] = {}
+    for policy in policies:
+        if policy is not None and policy.scorer not in bound:
+            bound[policy.scorer] = policy.scorer.bind(model)
+    return [None if policy is None else replace(policy, scorer=bound[policy.scorer]) for policy in policies]
+
+
+class SharedPrefill(EvictionCache):
+    """The full cache of one prefill, from which several caches take what their policies keep."""
+
+    def __init__(self, policies: Sequence[Policy | None], model: PreTrainedModel) -> None:
+        super().__init__(None, model)
+        self.take_policies(bind(policies, model))
+        self.caches = [EvictionCache(None, model) for _ in policies]
+        for cache, policy in zip(self.caches, self.policies, strict=True):
+            cache.take_policies([policy, policy])
+
+    def targets(self, step: Step) -> list[Target]:
+        targets = []
+        for cache, policy in zip(self.caches, self.policies, strict=True):
+            if policy is not None:
+                budget = budgets.resolve(policy.budget, step.num_seen)
+                cache.budgets = [budget, budget]
+                targets.append(self.target(policy, budget, cache.states, step))
+        return targets
+
+    def hand_out(self) -> list[EvictionCache]:
+        """The caches, each with what this one knows and they lack."""
+        for cache, policy in zip(self.caches, self.policies, strict=True):
+            cache.num_seen, cache.next_rope, cache.frozen = self.num_seen, self.next_rope, True
+            seat = None if policy is None else self.seats[self.seat_of(policy)]
+            for mine, shared in zip(cache.states, self.states, strict=True):
+                mine.columns = shared.columns
+                mine.queries = last_queries(shared, seat)
+                if mine.pages is None:
+                    columns = slice(0, 0) if seat is None else seat.columns
+                    mine.pages = shared.held.kept(shared.held.all_slots()[1], 1, columns)
+            for own, layer in zip(cache.sliding, self.sliding, strict=True):
+                vars(own).update(vars(copy.deepcopy(layer)))
+        return self.caches
+
+
+def last_queries(state: LayerState, seat: Seat | None) -> Tensor:
+    """[B, Q, W, D] of a layer's last queries, as many as one scorer reads."""
+    assert state.queries is not None
+    window = 0 if seat is None else seat.scorer.observation_window
+    return state.queries[:, :, state.queries.shape[2] - window :].clone()
+
+
+@torch.no_grad()
+def prefill_many(
+    model: PreTrainedModel, input_ids: Tensor, policies: Sequence[Policy | None], attention_mask: Tensor | None = None
+) -> list[EvictionCache]:
+    """One full-cache prefill of input_ids [B, T], and a cache per policy that holds what it keeps, as its own prefill would have kept.
+
+    Equal scorers remember, probe and score once; None keeps everything.  The caches are frozen: question and answer can
+    follow and nothing more is evicted; `cache.frozen = False` lets a policy go on.  Call it inside `attach(model)`.
+    """
+    if not policies:
+        raise ValueError("prefill_many got no policies; give at least one")
+    shared = SharedPrefill(policies, model)
+    decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, cache=shared, use_cache=True)
+    return shared.hand_out()

@@ -1,0 +1,463 @@
+"""What an EvictionCache keeps, and that attention over it is what the plain model gives with the same tokens masked."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from learnkv import budgets
+from learnkv.budgets import Ratio
+from learnkv.heuristics.expected_attention import ExpectedAttention
+from learnkv.heuristics.h2o import H2O
+from learnkv.heuristics.key_diff import KeyDiff
+from learnkv.heuristics.key_norm import KeyNorm
+from learnkv.heuristics.snapkv import SnapKV
+from learnkv.heuristics.streaming_llm import StreamingLLM
+from learnkv.heuristics.tova import TOVA
+from learnkv.methods import METHODS
+from learnkv.observation import Scorer
+from learnkv.policy import Policy
+from learnkv.runtime.attach import attach
+from learnkv.runtime.cache import EvictionCache, prefill_many
+from learnkv.runtime.pages import PAGE
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen": (Qwen3Config, Qwen3ForCausalLM)}
+ALLOCATORS = ["uniform", "adaptive", "adaptive_global"]
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def tiny(kind="llama", kv_heads=2, layers=3, dtype=torch.float32):
+    torch.manual_seed(0)
+    config, lm = MODELS[kind]
+    shape = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, head_dim=8)
+    special = dict(pad_token_id=0, eos_token_id=96, initializer_range=0.2)
+    return lm(config(**shape, **special, num_key_value_heads=kv_heads, dtype=dtype)).to(dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny()
+
+
+@pytest.fixture(params=[("llama", 4), ("llama", 2), ("llama", 1), ("qwen", 2)], ids=lambda p: f"{p[0]}-G{4 // p[1]}")
+def model(request):
+    return tiny(*request.param)
+
+
+def prompt(n, rows=1, seed=1):
+    return torch.randint(1, 96, (rows, n), generator=torch.Generator().manual_seed(seed))
+
+
+def policy(scorer=None, budget=12, allocate="uniform", **settings):
+    return Policy(scorer or KeyDiff(), budget, budgets.ALLOCATORS[allocate], **{"num_sinks": 2, "num_recent": 4, **settings})
+
+
+def generate(model, ids, cache=None, n=12, **given):
+    return model.generate(ids, cache=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False, **given)
+
+
+def masked_logits(model, ids, new, held):
+    """The plain model's logits of `new` after `ids`, where each layer's head attends to `held` of ids only; held[layer] [B, H, L]."""
+    seen, T = ids.shape[1], new.shape[1]
+    G = 4 // held[0].shape[1]
+
+    def visible(layer):
+        keep = torch.zeros(1, held[layer].shape[1], seen, dtype=torch.bool)
+        for h, positions in enumerate(held[layer][0]):
+            keep[0, h, positions[positions >= 0].long()] = True
+        old = keep[:, :, None].expand(-1, -1, T, -1)
+        own = torch.ones(T, T, dtype=torch.bool).tril().expand(1, keep.shape[1], T, T)
+        return torch.cat([old, own], -1).repeat_interleave(G, 1)
+
+    cache = model(ids, use_cache=True).cache
+    handles = []
+    for layer, block in enumerate(model.model.layers):
+        hook = lambda module, args, kwargs, layer=layer: (args, kwargs | {"attention_mask": visible(layer)})  # noqa: E731
+        handles.append(block.self_attn.register_forward_pre_hook(hook, with_kwargs=True))
+    logits = model(new, cache=cache).logits
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
+# ---- results
+
+
+def test_full_budget_equals_plain_generation(model):
+    ids = prompt(21, rows=2)
+    want = generate(model, ids)
+    with attach(model):
+        for p in (None, policy(budget=10_000), policy(SnapKV(), 10_000, "adaptive_global"), policy(H2O(), Ratio(1.0))):
+            assert torch.equal(generate(model, ids, EvictionCache(p, model)), want) or isinstance(p and p.budget, Ratio)
+
+
+@pytest.mark.parametrize("allocate", ALLOCATORS)
+@pytest.mark.parametrize("T", [1, 5])
+def test_evicting_equals_masking_the_same_tokens_in_the_plain_model(model, allocate, T):
+    ids, new = prompt(40), prompt(T, seed=2)
+    with attach(model):
+        cache = EvictionCache(policy(KeyNorm(), 14, allocate), model)
+        model(ids, cache=cache)
+        held = cache.kept_positions()
+        got = model(new, cache=cache).logits
+    assert all((positions >= 0).sum() < 40 * positions.shape[1] for positions in held)
+    torch.testing.assert_close(got, masked_logits(model, ids, new, held), atol=1e-5, rtol=0)
+
+
+def test_ragged_selection_keeps_other_numbers_in_other_heads(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(KeyNorm(), 14, "adaptive"), llama)
+        llama(prompt(40), cache=cache)
+    assert torch.equal(cache.lengths().sum(2), torch.full((3, 1), 28))
+    assert len(set(cache.lengths().flatten().tolist())) > 1
+
+
+def left_padded(rows):
+    n = max(map(len, rows))
+    ids = torch.stack([torch.cat([torch.zeros(n - len(r), dtype=torch.int64), r]) for r in rows])
+    return ids, torch.stack([torch.cat([torch.zeros(n - len(r)), torch.ones(len(r))]) for r in rows]).long()
+
+
+SCORERS = [KeyDiff(), H2O(), SnapKV(observation_window=6), TOVA(), ExpectedAttention(future=8), StreamingLLM()]
+
+
+@pytest.mark.parametrize("scorer", SCORERS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("allocate", ALLOCATORS)
+def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(llama, scorer, allocate):
+    rows = [prompt(n, seed=n)[0] for n in (33, 17, 3)]
+    ids, mask = left_padded(rows)
+    p = policy(scorer, 14, allocate, interval=3)
+    with attach(llama):
+        together = EvictionCache(p, llama)
+        got = generate(llama, ids, together, attention_mask=mask)
+        for b, row in enumerate(rows):
+            alone = EvictionCache(p, llama)
+            assert torch.equal(generate(llama, row[None], alone)[0, len(row) :], got[b, ids.shape[1] :])
+            assert torch.equal(together.lengths()[:, b], alone.lengths()[:, 0])
+            for mine, own in zip(together.kept_positions(), alone.kept_positions(), strict=True):
+                assert torch.equal(mine[b, :, : own.shape[2]], own[0])
+
+
+def test_a_ratio_is_of_each_rows_own_tokens(llama):
+    ids, mask = left_padded([prompt(n)[0] for n in (40, 20)])
+    with attach(llama):
+        cache = EvictionCache(policy(budget=Ratio(0.5)), llama)
+        llama(ids, attention_mask=mask, cache=cache)
+    assert cache.lengths()[0].tolist() == [[20, 20], [10, 10]]
+
+
+def test_a_second_turn_and_a_plain_forward_go_on_at_the_right_positions(llama):
+    ids, more = prompt(30), prompt(7, seed=3)
+    with attach(llama):
+        cache = EvictionCache(policy(), llama)
+        first = generate(llama, ids, cache, n=4)
+        history = torch.cat([first, more], 1)
+        fed = []
+        handle = llama.model.register_forward_pre_hook(lambda m, a, kw: fed.append((kw["input_ids"], kw.get("position_ids"))), with_kwargs=True)
+        generate(llama, history, cache, n=2)
+        handle.remove()
+        assert torch.equal(fed[0][0], history[:, 33:])  # the last new token was not fed before, then the second turn
+        assert fed[0][1] is None or fed[0][1].flatten().tolist() == list(range(33, 41))
+        assert cache.get_seq_length() == 42
+        held = cache.kept_positions()
+        got = llama(prompt(1, seed=4), cache=cache).logits
+        assert held[0].amax() == 41
+        assert cache.get_seq_length() == 43
+    assert got.isfinite().all()
+
+
+def test_a_second_turn_equals_masking_what_the_first_evicted(llama):
+    ids, more = prompt(30), prompt(7, seed=3)
+    with attach(llama):
+        cache = EvictionCache(policy(), llama)
+        llama(ids, cache=cache)
+        held = cache.kept_positions()
+        got = llama(more, cache=cache).logits
+    torch.testing.assert_close(got, masked_logits(llama, ids, more, held), atol=1e-5, rtol=0)
+
+
+def test_chunked_prefill_without_eviction_equals_one_prefill(llama):
+    ids = prompt(40)
+    want = llama(ids).logits
+    with attach(llama):
+        cache = EvictionCache(None, llama)
+        got = [llama(chunk, cache=cache).logits for chunk in ids.split([16, 1, 23], 1)]
+    torch.testing.assert_close(torch.cat(got, 1), want, atol=1e-5, rtol=0)
+
+
+def test_a_padded_chunked_prefill_equals_each_row_alone(llama):
+    rows = [prompt(n, seed=n)[0] for n in (30, 11)]
+    ids, mask = left_padded(rows)
+    rope = (mask.cumsum(-1) - 1).clamp(min=0)
+    with attach(llama):
+        cache = EvictionCache(None, llama)
+        for start in (0, 24):
+            stop = min(start + 24, 30)
+            out = llama(ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=rope[:, start:stop], cache=cache).logits
+    for b, row in enumerate(rows):
+        torch.testing.assert_close(out[b, -1], llama(row[None]).logits[0, -1], atol=1e-5, rtol=0)
+
+
+def test_chunked_prefill_holds_the_budget_after_every_chunk(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(), llama)
+        for chunk in prompt(50).split(20, 1):
+            llama(chunk, cache=cache)
+            assert (cache.lengths() == 12).all()
+
+
+class Poisoned(Scorer):
+    """Keeps the latest; what it evicted is overwritten by the test."""
+
+    def score(self, obs):
+        return obs.positions.float()
+
+
+def test_evicted_slots_are_never_attended(llama):
+    ids, new = prompt(40), prompt(3, seed=2)
+    for allocate in ALLOCATORS:
+        with attach(llama):
+            cache = EvictionCache(policy(Poisoned(), 21, allocate), llama)
+            llama(ids, cache=cache)
+            other = cache.clone()
+            for state in other.states:
+                empty = state.held.positions < 0
+                assert empty.any()
+                state.held.keys[empty], state.held.values[empty] = 1e4, 1e4
+            for step in new.split(1, 1):
+                assert torch.equal(llama(step, cache=cache).logits, llama(step, cache=other).logits)
+
+
+def test_a_prompt_of_one_token_generates_as_the_plain_model(llama):
+    ids = prompt(1)
+    with attach(llama):
+        got = generate(llama, ids, EvictionCache(policy(budget=64), llama))
+    assert torch.equal(got, generate(llama, ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_held_in_half_precision(dtype):
+    model = tiny(dtype=dtype)
+    ids = prompt(20)
+    with attach(model):
+        cache = EvictionCache(policy(budget=64), model)
+        got = model(ids, cache=cache).logits
+        model(prompt(1), cache=cache)
+    assert cache.states[0].held.keys.dtype == dtype
+    assert torch.equal(got, model(ids).logits)
+
+
+# ---- what stays, and when
+
+
+@pytest.mark.parametrize("allocate", ALLOCATORS)
+def test_decode_eviction_keeps_lengths_at_the_budget(llama, allocate):
+    with attach(llama):
+        cache = EvictionCache(policy(KeyNorm(), 12, allocate), llama)
+        llama(prompt(30, rows=2), cache=cache)
+        for step in prompt(20, rows=2, seed=5).split(1, 1):
+            llama(step, cache=cache)
+            total = cache.lengths().sum((0, 2))
+            assert total.tolist() == [12 * 2 * 3] * 2
+
+
+def test_decode_evicts_every_interval_steps(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(interval=4), llama)
+        llama(prompt(30), cache=cache)
+        lengths = []
+        for step in prompt(9, seed=5).split(1, 1):
+            llama(step, cache=cache)
+            lengths.append(int(cache.lengths().max()))
+    assert lengths == [13, 14, 15, 12, 13, 14, 15, 12, 13]
+
+
+def test_decode_may_have_a_policy_of_its_own(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(H2O(), 20), llama, decode=policy(TOVA(), 10, interval=2))
+        llama(prompt(30), cache=cache)
+        assert (cache.lengths() == 20).all()
+        for step in prompt(2, seed=5).split(1, 1):
+            llama(step, cache=cache)
+        assert (cache.lengths() == 10).all()
+
+
+def test_memory_of_kept_tokens_travels_with_them(llama):
+    """H2O through many evictions equals the mass summed by hand over what was held."""
+    with attach(llama):
+        cache = EvictionCache(policy(H2O(), 10), llama)
+        llama(prompt(30), cache=cache)
+        before = cache.states[1].held
+        mass = {(h, int(p)): float(before.slots().memory_pages[before.table[0, h, s // PAGE], s % PAGE, 0])
+                for h in range(2) for s, p in enumerate(before.slots().positions[0, h])}  # fmt: skip
+        llama(prompt(1, seed=6), cache=cache)
+        after = cache.states[1].held
+    for h in range(2):
+        for s, p in enumerate(after.slots().positions[0, h].tolist()):
+            assert float(after.memory[after.table[0, h, s // PAGE], s % PAGE, 0]) >= mass.get((h, p), 0)
+
+
+def test_rows_within_their_budget_are_untouched(llama):
+    ids, mask = left_padded([prompt(n)[0] for n in (40, 9)])
+    with attach(llama):
+        cache = EvictionCache(policy(budget=12), llama)
+        llama(ids, attention_mask=mask, cache=cache)
+    assert cache.lengths()[0].tolist() == [[12, 12], [9, 9]]
+    assert cache.kept_positions()[0][1, 0].tolist() == [*range(9), -1, -1, -1]
+
+
+def test_sinks_recent_tokens_and_pins_stay(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(KeyNorm(), 14), llama)
+        cache.pin(0, 10, 14)
+        llama(prompt(30), cache=cache)
+        for step in prompt(12, seed=5).split(1, 1):
+            llama(step, cache=cache)
+    for positions in cache.kept_positions():
+        for held in positions[0].tolist():
+            assert {0, 1, 10, 11, 12, 13, 38, 39, 40, 41} <= set(held)
+            assert held == sorted(held)
+    assert (cache.lengths() == 14).all()
+
+
+def test_a_pin_on_evicted_tokens_is_refused(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(StreamingLLM(), 14), llama)
+        llama(prompt(30), cache=cache)
+    cache.pin(0, 0, 2)
+    with pytest.raises(ValueError, match="evicted some of it"):
+        cache.pin(0, 5, 8)
+    with pytest.raises(ValueError, match="holds 1 rows"):
+        cache.pin(1, 0, 2)
+    with pytest.raises(ValueError, match="start < stop"):
+        cache.pin(0, 8, 5)
+
+
+# ---- what is held
+
+
+@pytest.mark.parametrize("allocate", ALLOCATORS)
+def test_bytes_are_really_freed(llama, allocate):
+    with attach(llama):
+        whole, cut = EvictionCache(None, llama), EvictionCache(policy(KeyNorm(), 32, allocate), llama)
+        for cache in (whole, cut):
+            llama(prompt(640), cache=cache)
+    pages = cut.lengths().add(1 + PAGE - 1).div(PAGE, rounding_mode="floor").sum()
+    page_bytes = PAGE * (2 * 8 * 4 + 4)
+    held = sum(t.untyped_storage().nbytes() for state in cut.states for t in state.held.tensors())
+    assert held == cut.nbytes()
+    assert page_bytes * pages <= held <= page_bytes * pages + 3 * 2 * (8 + 4 * 8)
+    assert cut.nbytes() < whole.nbytes() / 10
+
+
+def test_pages_are_given_back_while_decoding(llama):
+    with attach(llama):
+        cache = EvictionCache(None, llama, decode=policy(budget=16, interval=4))
+        llama(prompt(200), cache=cache)
+        before = cache.nbytes()
+        for step in prompt(4, seed=5).split(1, 1):
+            llama(step, cache=cache)
+    assert (cache.lengths() == 16).all()
+    assert cache.nbytes() < before / 3
+
+
+def test_two_caches_share_nothing(llama):
+    with attach(llama):
+        p = policy(H2O())
+        one, two = EvictionCache(p, llama), EvictionCache(p, llama)
+        llama(prompt(30), cache=one)
+        want = one.clone()
+        llama(prompt(25, seed=9), cache=two)
+        copy = one.clone()
+        llama(prompt(4, seed=8), cache=copy)
+        assert copy.get_seq_length() == 34 and one.get_seq_length() == 30
+        step = prompt(1, seed=7)
+        assert torch.equal(llama(step, cache=one).logits, llama(step, cache=want).logits)
+
+
+def test_reset_makes_it_new(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(SnapKV()), llama)
+        want = generate(llama, prompt(30), cache)
+        cache.pin(0, 0, 1)
+        cache.reset()
+        assert cache.nbytes() == 0 and cache.get_seq_length() == 0 and not cache.pins
+        assert torch.equal(generate(llama, prompt(30), cache), want)
+        with pytest.raises(ValueError, match="is empty"):
+            EvictionCache(policy(), llama).lengths()
+
+
+# ---- one prefill for many policies
+
+MANY = [
+    Policy(scorer, budget, budgets.ALLOCATORS[allocate], num_sinks=2, num_recent=4)
+    for allocate in ALLOCATORS
+    for budget in (12, Ratio(0.3), Ratio(1.0))
+    for scorer in SCORERS
+]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_prefill_many_equals_each_prefill_of_its_own(llama, rows):
+    ids, mask = left_padded([prompt(40)[0], prompt(23, seed=4)[0]][:rows])
+    with attach(llama):
+        for p, cache in zip([None, *MANY], prefill_many(llama, ids, [None, *MANY], mask), strict=True):
+            own = EvictionCache(p, llama)
+            llama(ids, attention_mask=mask, cache=own)
+            assert torch.equal(cache.lengths(), own.lengths())
+            for mine, theirs in zip(cache.states, own.states, strict=True):
+                assert torch.equal(mine.held.slots().keys, theirs.held.slots().keys)
+                assert torch.equal(mine.held.slots().values, theirs.held.slots().values)
+                assert torch.equal(mine.held.slots().positions, theirs.held.slots().positions)
+                assert torch.equal(mine.queries, theirs.queries)
+            own.frozen = True
+            question = prompt(3, rows=rows, seed=8)
+            longer = torch.cat([mask, torch.ones(rows, 3, dtype=torch.int64)], 1)
+            want = llama(question, attention_mask=longer, cache=own).logits
+            assert torch.equal(llama(question, attention_mask=longer, cache=cache).logits, want)
+
+
+def test_caches_of_prefill_many_evict_nothing_until_thawed(llama):
+    with attach(llama):
+        (cache,) = prefill_many(llama, prompt(40), [policy(budget=12)])
+        llama(prompt(5, seed=2), cache=cache)
+        assert (cache.lengths() == 17).all()
+        cache.frozen = False
+        llama(prompt(1, seed=3), cache=cache)
+        assert (cache.lengths() == 12).all()
+
+
+@dataclass(frozen=True)
+class Counting(Scorer):
+    asked: list
+
+    def score(self, obs) -> Tensor:
+        self.asked.append(obs.layer)
+        return obs.positions.float()
+
+    def __hash__(self):
+        return id(self)
+
+
+def test_equal_scorers_are_asked_once_for_all_their_policies(llama):
+    scorer = Counting([])
+    with attach(llama):
+        prefill_many(llama, prompt(40), [policy(scorer, budget, allocate) for budget in (12, 20) for allocate in ALLOCATORS])
+    assert sorted(scorer.asked) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", sorted(name for name, method in METHODS.items() if not method.requires))
+def test_every_method_runs_with_every_allocator(llama, name):
+    for allocate in ALLOCATORS:
+        with attach(llama):
+            cache = EvictionCache(METHODS[name](24, allocate=allocate, interval=2), llama)
+            generate(llama, prompt(40, rows=2), cache, n=5)
+        assert cache.lengths().sum((0, 2)).tolist() == [24 * 6] * 2
