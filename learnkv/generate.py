@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -21,7 +22,7 @@ from learnkv.budgets import resolve
 from learnkv.checkpoint import load_gate
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import budget_of
-from learnkv.models import PreTrainedModel, load_model
+from learnkv.models import PreTrainedModel, PreTrainedTokenizerBase, load_model
 from learnkv.policy import Policy
 from learnkv.prompts import Prompt, Question, encode, make
 from learnkv.prompts.prompt import Tokenizer
@@ -43,8 +44,8 @@ class GenerateCommand:
     budget: float = 0.2  # below 1 the fraction of the context that stays, else tokens per KV head
     num_sinks: int = 4  # first tokens that always stay
     num_recent: int = 16  # last tokens of the context that always stay
-    prompt: str = ""  # the context; without it and `file` a needle prompt of ours
-    file: str = ""  # a text file with the context, - for standard input
+    prompt: str | None = None  # the context; without it and `file` a needle prompt of ours
+    file: str | None = None  # a text file with the context, - for standard input
     question: str = ""  # asked after the context was compressed
     max_new_tokens: int = 64  # tokens
     compare: bool = False  # answer with the full cache too
@@ -52,40 +53,58 @@ class GenerateCommand:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} asks for nothing; give 1 or more")
-        if self.prompt and self.file:
+        if self.prompt is not None and self.file is not None:
             raise ValueError(f"prompt and file={self.file} both hold a context; give one of them")
-        if self.question and not (self.prompt or self.file):
+        if self.question and self.demonstrates:
             raise ValueError("question=... needs a context to ask about; give prompt=... or file=...")
+
+    @property
+    def demonstrates(self) -> bool:
+        """Whether no context was given."""
+        return self.prompt is None and self.file is None
 
 
 def run(command: GenerateCommand) -> None:
     budget_of(command.budget)  # a mistake in it should not wait for the model
-    prompt = own_prompt(command) if command.prompt or command.file else None
+    own = None if command.demonstrates else own_prompt(command)
     model, loaded = load_model(command.model, DTYPES[command.dtype])
     tokenizer = cast(Tokenizer, loaded)
-    prompt = prompt or make(["codes"], split="heldout", count=1, num_tokens=700, tokenizer=tokenizer)[0]
     policy = policy_of(command, model, tokenizer)
+    prompt = own or make(["codes"], split="heldout", count=1, num_tokens=700, tokenizer=tokenizer)[0]
     context, question = tokens_of(prompt, command, model, tokenizer)
+    announce(command, prompt.questions[0], context, question)
+    with attach(model):
+        cache, full = prefill_many(model, context[None], [policy, None])
+        report(command, policy, context, cache, full)
+        for name, held in {"full cache": full, "compressed": cache}.items():
+            if command.compare or held is cache:
+                start = time.perf_counter()
+                new = answer(model, held, context, question, command.max_new_tokens)
+                milliseconds = 1000 * (time.perf_counter() - start) / len(new)
+                print(f"\n{name}: {len(new)} tokens, {milliseconds:.0f} ms per token\n{text_of(loaded, new)}", flush=True)
+    print("\nnext: python -m learnkv.evaluate recipe=compare")
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+
+def announce(command: GenerateCommand, asked: Question, context: Tensor, question: Tensor) -> None:
     print(f"model: {command.model}, {command.dtype}")
     print(f"tokens: {len(context)} of context, {len(question)} of the question after it")
-    print(f"asked: {' '.join(prompt.questions[0].text.split()) or '(nothing: the context is continued)'}", flush=True)
-    with attach(model):
-        cache, full = prefill_many(model, context[None], [policy, everything(policy)])
-        report(command, policy, context, cache, full)
-        caches = {"full cache": full, "compressed": cache} if command.compare else {"compressed": cache}
-        for name, held in caches.items():
-            start = time.perf_counter()
-            new = answer(model, held, context, question, command.max_new_tokens)
-            milliseconds = 1000 * (time.perf_counter() - start) / len(new)
-            print(f"\n{name}: {len(new)} tokens, {milliseconds:.0f} ms per token")
-            print(str(loaded.decode(new, skip_special_tokens=True)).strip())
-    print("next: python -m learnkv.evaluate recipe=compare")
+    print(f"asked: {one_line(asked.text) or '(nothing: the context is continued)'}")
+    if asked.answer:
+        print(f"right answer: {one_line(asked.answer)}")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def own_prompt(command: GenerateCommand) -> Prompt:
     """The user's context and question; an empty context is refused."""
-    text = command.prompt
-    if command.file:
+    text = command.prompt or ""
+    if command.file is not None:
         text = sys.stdin.read() if command.file == "-" else Path(command.file).read_text(encoding="utf-8")
     if not text.strip():
         raise ValueError(f"the context from {command.file or 'prompt'} is empty; there is nothing to compress")
@@ -99,11 +118,6 @@ def policy_of(command: GenerateCommand, model: PreTrainedModel, tokenizer: Token
     if contender.scorer in ("full", "oracle"):
         raise ValueError(f"method {text} cannot generate: the oracle must know the answer, and compare=true shows the full cache")
     return contender.at(budget_of(command.budget))
-
-
-def everything(policy: Policy) -> Policy:
-    """The same rules with room for all tokens."""
-    return Policy(policy.scorer, budget_of(2**30))
 
 
 def tokens_of(prompt: Prompt, command: GenerateCommand, model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
@@ -134,7 +148,8 @@ def report(command: GenerateCommand, policy: Policy, context: Tensor, cache: Evi
 def answer(model: PreTrainedModel, cache: EvictionCache, context: Tensor, question: Tensor, max_new_tokens: int) -> Tensor:
     """[new tokens] int64, greedy, after context [n] and question [m]; the cache holds what is left of the context."""
     ids = torch.cat([context, question])[None]
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=max_new_tokens, do_sample=False)
+    generate = cast(Callable[..., Tensor], model.generate)
+    out = generate(ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=max_new_tokens, do_sample=False)
     return out[0, ids.shape[1] :]
 
 
