@@ -211,6 +211,25 @@ def test_two_processes_give_the_traces_of_one(tmp_path):
 # ---- what is refused
 
 
+def test_two_recordings_into_one_folder_at_once_are_refused(tmp_path):
+    planned = plan_recording(tiny_model(), byte_tokenizer(), own_prompts(3), tmp_path / "traces", RecordSettings())
+    with record.prepared(planned), pytest.raises(ValueError, match="another process is recording"):
+        recorded(tmp_path)
+    assert len(recorded(tmp_path)) == 3
+
+
+def test_a_truncated_shard_is_named_and_recorded_again_once_it_is_deleted(tmp_path):
+    before = recorded(tmp_path)
+    [shard] = before.folder.glob(format.SHARDS)
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-7])
+    with pytest.raises(ValueError, match=f"{shard.name}.*delete it"):
+        recorded(tmp_path)
+    shard.unlink()
+    recorded(tmp_path)
+    assert shard.read_bytes() == content
+
+
 def test_too_little_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(5 << 20))
     with pytest.raises(ValueError, match=r"5 traces need .* GiB in .* has 0\.00 GiB free"):

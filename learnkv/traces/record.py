@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -219,33 +222,35 @@ def record_traces(
 
 def record_plan(plan: Plan, model: PreTrainedModel, *, progress: bool = False) -> TraceDataset:
     """Runs a plan; every trace is on disk before the next one begins."""
-    rank, world = place()
     plan.refuse_without_room()
-    if rank == 0:
-        prepare(plan)
-    wait()
+    rank = place()[0]
+    with prepared(plan) if rank == 0 else nullcontext():
+        wait()
+        record_share(plan, model, progress=progress and rank == 0)
+        wait()
+        if rank == 0:
+            finish(plan.folder)
+        wait()
+    ids = [job.id for job in plan.jobs]
+    return TraceDataset(plan.folder, ids=ids, base_model=plan.config.base_model, model=model if plan.settings.mode == "ids" else None)
+
+
+def record_share(plan: Plan, model: PreTrainedModel, *, progress: bool) -> None:
+    """The shards of this process."""
+    rank, world = place()
     own = plan.jobs[rank::world]
     packer = Packer(plan.folder, rank, plan.settings.shard_mib << 20)
     total = sum(len(job.ids) for job in own if job.id in plan.missing)
-    with tqdm(total=total, desc="recording", unit=" tokens", unit_scale=True, disable=not (progress and rank == 0 and total)) as bar:
+    with tqdm(total=total, desc="recording", unit=" tokens", unit_scale=True, disable=not (progress and total)) as bar:
         for job in own:
-            path = packer.part(job)
-            if path is not None and not path.exists():
-                format.write_trace(path, record_one(model, job, plan.settings))
+            part = packer.part(job)
+            if part is None:
+                continue
+            if not part.exists():
+                format.write_trace(part, record_one(model, job, plan.settings))
                 bar.update(len(job.ids))
-            if path is not None:
-                packer.add(path)
+            packer.add(part)
     packer.close()
-    wait()
-    if rank == 0:
-        finish(plan.folder)
-    wait()
-    return TraceDataset(
-        plan.folder,
-        ids=[job.id for job in plan.jobs],
-        base_model=plan.config.base_model,
-        model=model if plan.settings.mode == "ids" else None,
-    )
 
 
 def record_one(model: PreTrainedModel, job: Trace, settings: RecordSettings) -> Trace:
@@ -296,13 +301,28 @@ class Packer:
         return self.folder / f"traces-{self.rank:02d}-{max(taken, default=-1) + 1:05d}.safetensors"
 
 
-def prepare(plan: Plan) -> None:
-    """The folder with its settings, without what a killed run left half written."""
+@contextmanager
+def prepared(plan: Plan) -> Iterator[None]:
+    """The folder with its settings, without what a killed run left half written, and closed to other recordings for the while."""
     (plan.folder / PARTS).mkdir(parents=True, exist_ok=True)
-    for path in [*plan.folder.glob("*.tmp"), *(plan.folder / PARTS).glob("*.tmp")]:
-        path.unlink()
-    if not (plan.folder / format.CONFIG).exists():
-        format.write_config(plan.folder, plan.config)
+    handle = os.open(plan.folder, os.O_RDONLY)
+    try:
+        lock(handle, plan.folder)
+        for path in [*plan.folder.glob("*.tmp"), *(plan.folder / PARTS).glob("*.tmp")]:
+            path.unlink()
+        if not (plan.folder / format.CONFIG).exists():
+            format.write_config(plan.folder, plan.config)
+        yield
+    finally:
+        os.close(handle)
+
+
+def lock(handle: int, folder: Path) -> None:
+    """Holds the folder until `handle` is closed, or the process ends, however it ends."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"another process is recording into {folder}; wait for it, or stop it: what it has recorded stays") from error
 
 
 def finish(folder: Path) -> None:
