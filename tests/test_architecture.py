@@ -27,7 +27,7 @@ ALLOWED = {
     "traces":      {"names", "ops", "capture", "models", "prompts", "datasets"},
     "runtime":     {"names", "ops", "observation", "policy", "budgets", "capture", "transformers", "peft"},
     "training":    {"names", "ops", "gates", "traces", "lightning"},
-    "checkpoint":  {"names", "gates", "models"},
+    "checkpoint":  {"names", "config", "gates", "models", "traces"},
 }  # fmt: skip
 COMMANDS = ("record", "train", "evaluate", "generate", "bench")
 INSIDE = {*ALLOWED, "evaluation"}
