@@ -144,13 +144,18 @@ def read_recipe(name: str) -> DictConfig:
         raise ValueError(f"recipe file {path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(values, DictConfig):
         raise ValueError(f"recipe file {path} holds a {type(OmegaConf.to_object(values)).__name__}, not keys and values")
+    if "recipe" in values:
+        raise ValueError(f"recipe file {path} names another recipe, {values.recipe}; a recipe is whole in itself")
     return values
 
 
 def shared_part(values: DictConfig, schema: type) -> DictConfig:
-    """Without the sections that other commands own."""
+    """Without the sections that other commands own: `gate: {width: 64}` is training's, where this command's `gate` is a folder."""
     own = {field.name for field in dataclasses.fields(schema)}
-    return OmegaConf.masked_copy(values, [str(key) for key in values if key in own - {"recipe"} or key not in SHARED])
+    plain = {key for key in own if hint_of(key, schema) & {str, int, float, bool}}
+    sections = {key for key, value in values.items() if isinstance(value, DictConfig)}
+    others = SHARED - own | SHARED & plain & sections
+    return OmegaConf.masked_copy(values, [str(key) for key in values if key not in others])
 
 
 def merge(config: DictConfig, values: DictConfig, schema: type, where: str) -> DictConfig:

@@ -62,6 +62,16 @@ def test_sections_of_other_commands_are_skipped_but_unknown_keys_are_not(recipe)
         config.load([recipe("sead: 3")], Recipe)
 
 
+def test_a_section_is_not_taken_for_a_plain_value_of_the_same_name(recipe):
+    @dataclass
+    class Evaluate:
+        recipe: str = ""
+        gate: str = ""  # folder
+
+    assert config.load([recipe("gate: {width: 64}")], Evaluate).gate == ""
+    assert config.load([recipe("gate: checkpoints/own")], Evaluate).gate == "checkpoints/own"
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -98,6 +108,11 @@ def test_an_unknown_recipe_names_the_nearest(monkeypatch, tmp_path):
 def test_a_recipe_file_that_is_no_mapping_is_refused_by_path(recipe, text):
     with pytest.raises(ValueError, match=r"own\.yaml"):
         config.load([recipe(text)], Recipe)
+
+
+def test_a_recipe_that_names_another_is_refused(recipe):
+    with pytest.raises(ValueError, match="names another recipe, kvp"):
+        config.load([recipe("recipe: kvp")], Recipe)
 
 
 def test_a_missing_recipe_file_is_refused():

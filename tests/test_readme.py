@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
+import dataclasses
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 COMMANDS = sorted(set(re.findall(r"python -m (learnkv\.\w+)((?: [\w.]+=\S+?)*)(?=[`\s])", README)))
+
+
+def schema_of(module: str) -> type:
+    """The dataclass that a command reads."""
+    classes = [v for v in vars(importlib.import_module(module)).values() if isinstance(v, type) and v.__module__ == module]
+    (schema,) = [c for c in classes if "recipe" in dir(c)]
+    return schema
 
 
 def test_the_quick_start_is_two_lines_of_which_each_sets_up_everything():
@@ -34,12 +41,17 @@ def test_the_quick_start_installs_a_torch_that_the_package_admits():
 
 @pytest.mark.parametrize(("module", "arguments"), COMMANDS)
 def test_a_command_in_the_readme_exists_with_its_recipe_and_keys(module, arguments):
-    spec = importlib.util.find_spec(module)
-    assert spec is not None, f"{module} is no command"
-    command = importlib.import_module(module)
-    schema = ast.parse(Path(spec.origin or "").read_text())
-    (name,) = {n.args[1].id for n in ast.walk(schema) if isinstance(n, ast.Call) and ast.unparse(n.func) == "config.main"}  # type: ignore[attr-defined]
-    config.load([a for a in shlex.split(arguments) if a != "recipe=own.yaml"], getattr(command, name))
+    config.load([a for a in shlex.split(arguments) if a != "recipe=own.yaml"], schema_of(module))
+
+
+@pytest.mark.parametrize("recipe", config.recipe_names())
+def test_every_shipped_recipe_loads_in_each_command_that_it_has_keys_for(recipe):
+    keys = set(config.read_recipe(recipe))
+    schemas = {module: schema_of(module) for module in sorted({module for module, _ in COMMANDS})}
+    takers = [schema for schema in schemas.values() if keys & {f.name for f in dataclasses.fields(schema)} - {"model"}]
+    assert takers
+    for schema in takers:
+        config.load([f"recipe={recipe}"], schema)
 
 
 def test_recipes_named_in_the_readme_are_shipped():
