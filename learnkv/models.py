@@ -99,7 +99,10 @@ def dequantise(gguf: Path, folder: Path) -> None:
         del model.hf_quantizer
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-        model.save_pretrained(folder)
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:  # safetensors' own name for a full disk
+            raise OSError(f"the model could not be written to {folder}: {error}") from error
         tokenizer.save_pretrained(folder)
 
 
