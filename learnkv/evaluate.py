@@ -99,6 +99,9 @@ def show(rows: Sequence[Row], folder: Path) -> None:
     for note in notes(rows):
         print(note)
     markdown = "\n\n".join(f"### {title}\n\n{report.markdown_table(summaries)}" for title, summaries in tables)
+    if overall[0].prompts >= 2:
+        learned = dict.fromkeys(row.line for row in rows if row.gate)
+        markdown += "".join(f"\n\n### {line} against the others\n\n{report.markdown(report.nll_gaps(rows, line))}" for line in learned)
     (folder / "table.md").write_text(f"{report.protocol(rows)}\n\n{markdown}\n")
     report.plot(overall, folder / "plot.png")
     print(f"rows: {folder / 'rows.jsonl'}\ntables, by kind too: {folder / 'table.md'}\nplot: {folder / 'plot.png'}")

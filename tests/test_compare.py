@@ -9,9 +9,11 @@ from comparison_parts import letter_tokenizer, short_prompt, tiny_model
 from torch.nn import functional as F
 
 from learnkv.budgets import Ratio
+from learnkv.checkpoint import save_gate
 from learnkv.evaluation import compare as comparison
 from learnkv.evaluation.compare import Bench, Plan, compare, encode_prompt, oracle_utility, plan, plan_chosen, quick_table
 from learnkv.evaluation.contenders import contenders_of, gate_contender
+from learnkv.evaluation.report import summarise
 from learnkv.evaluation.rows import read_rows
 from learnkv.gates.kvp import KVP
 from learnkv.models import describe
@@ -240,6 +242,17 @@ def test_a_gate_is_a_contender_with_its_hash(model, tokenizer, gate):
     contender = gate_contender(gate, "checkpoints/run", "kvp", "adaptive")
     (row,) = compare(model, tokenizer, [short_prompt()], [Plan(contender, Ratio(0.3))])
     assert (row.line, row.method, row.run) == ("kvp", "kvp+adaptive", "checkpoints/run") and len(row.gate) == 16
+
+
+def test_folders_that_match_are_training_runs_of_one_line(model, tokenizer, gate, tmp_path):
+    for seed in (2, 3):
+        torch.manual_seed(seed)
+        save_gate(KVP(KVP.Config(), describe(model)), tmp_path / f"run-{seed}", {})
+    contenders = contenders_of([f"kvp+adaptive:{tmp_path}/run-*"], model, tokenizer)
+    rows = compare(model, tokenizer, [short_prompt(), short_prompt(1)], plan(contenders, [0.3]))
+    found = [row for row in rows if row.scorer == "kvp"]
+    assert len({row.line for row in found}) == 1 and len({row.gate for row in found}) == 2 and len(found) == 4
+    assert {s.line: s.runs for s in summarise(rows)} == {"full cache": 1, "random": 1, "oracle": 1, f"kvp+adaptive:{tmp_path}/run-*": 2}
 
 
 def test_quick_table_shows_the_gate_beside_the_controls_and_heuristics(model, tokenizer, gate):

@@ -6,8 +6,15 @@ import pytest
 from comparison_parts import letter_tokenizer, short_prompt, tiny_model
 
 from learnkv import config
+from learnkv.checkpoint import save_gate
 from learnkv.evaluate import EvaluateCommand, run
+from learnkv.evaluation.entries import parse_entry
 from learnkv.evaluation.rows import read_rows
+from learnkv.gates import GATES
+from learnkv.gates.kvp import KVP
+from learnkv.methods import METHODS
+from learnkv.models import describe
+from learnkv.prompts.kinds import KINDS
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +63,13 @@ def test_budget_over_the_context_is_said_once(folder, tmp_path, capsys):
     assert capsys.readouterr().out.count("budget 200 held the whole context in 9 rows: nothing was evicted there") == 1
 
 
+def test_a_gate_stands_beside_the_controls(folder, tmp_path, capsys):
+    save_gate(KVP(KVP.Config(), describe(tiny_model())), tmp_path / "gate", {})
+    assert evaluate(folder, tmp_path / "out", f"gate={tmp_path / 'gate'}", "budget=0.4") == 0
+    assert f"kvp:{tmp_path / 'gate'}" in capsys.readouterr().out
+    assert "### kvp:" in (tmp_path / "out" / "table.md").read_text()
+
+
 def test_settings_chosen_on_a_development_run_are_run(folder, tmp_path, capsys):
     assert evaluate(folder, tmp_path / "dev", "evaluate.methods=snapkv,snapkv+adaptive,h2o", "budget=0.4") == 0
     rows = tmp_path / "dev" / "rows.jsonl"
@@ -86,11 +100,6 @@ def test_mistake_is_one_line_and_exit_2(folder, tmp_path, capsys, argument, said
 
 
 def test_shipped_recipes_name_methods_and_kinds_that_exist():
-    from learnkv.evaluation.entries import parse_entry
-    from learnkv.gates import GATES
-    from learnkv.methods import METHODS
-    from learnkv.prompts.kinds import KINDS
-
     for recipe in ("compare", "compare_dev"):
         settings = config.load([f"recipe={recipe}"], EvaluateCommand).evaluate
         assert [parse_entry(text, [*METHODS, *GATES]) for text in settings.methods]

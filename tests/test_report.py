@@ -149,6 +149,12 @@ def test_paired_difference_of_nll_between_lines():
         report.difference(compared(), "kvp", "snapkv", 0.1)
 
 
+def test_nll_gaps_stand_against_every_other_line_but_the_full_cache():
+    header, snapkv = report.nll_gaps(compared(), "h2o")
+    assert header == ["NLL of h2o minus that of", "50%", "10%"]
+    assert snapkv == ["snapkv", "1.00 [1.00, 1.00]", "1.00 [1.00, 1.00]"]
+
+
 # ---- tables and plot
 
 

@@ -117,14 +117,22 @@ def difference(rows: Sequence[Row], line: str, other: str, budget: float, figure
 
 def text_table(summaries: Sequence[Summary]) -> str:
     """The table in columns of equal width."""
-    cells = table(summaries)
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+    return aligned(table(summaries))
 
 
 def markdown_table(summaries: Sequence[Summary]) -> str:
     """The table in GitHub's Markdown."""
-    cells = table(summaries)
+    return markdown(table(summaries))
+
+
+def aligned(cells: list[list[str]]) -> str:
+    """Rows of cells as text in columns of equal width."""
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def markdown(cells: list[list[str]]) -> str:
+    """Rows of cells as a table in GitHub's Markdown, the first one its header."""
     rows = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
 
@@ -142,6 +150,17 @@ def table(summaries: Sequence[Summary]) -> list[list[str]]:
         shown = [own[0] if line == FULL and i == 0 else found.get((line, b)) for i, b in enumerate(budgets)]
         lines.append([name_of(own[0]), *(cell for s in shown for cell in figures_of(s, spans)), show_extra(own)])
     return [header, *lines]
+
+
+def nll_gaps(rows: Sequence[Row], line: str) -> list[list[str]]:
+    """Rows of cells: the NLL of `line` minus every other line's, paired, a column per budget; below 0 `line` is better."""
+    budgets = sorted({row.budget for row in rows if row.line == line}, reverse=True)
+    there = dict.fromkeys((row.line, row.budget) for row in rows if row.line not in (line, FULL))
+    lines = [
+        [other, *(show(difference(rows, line, other, b)) if (other, b) in there else "" for b in budgets)]
+        for other in dict.fromkeys(other for other, _ in there)
+    ]
+    return [[f"NLL of {line} minus that of", *map(show_budget, budgets)], *lines]
 
 
 def name_of(first: Summary) -> str:
@@ -193,22 +212,25 @@ def protocol(rows: Sequence[Row]) -> str:
 
 def plot(summaries: Sequence[Summary], path: Path) -> None:
     """Accuracy, and span survival where it is known, over the tokens kept: a line per method with its 95% band, as PNG."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # a second to import, for plots only
 
     spans = any(s.span_kept is not None for s in summaries)
-    figure = Figure(figsize=(13 if spans else 7, 5), layout="constrained")
+    figure = Figure(figsize=(15 if spans else 9, 5), layout="constrained")
     axes = figure.subplots(1, 2 if spans else 1, squeeze=False)[0]
     draw(axes[0], summaries, lambda s: s.accuracy, "accuracy")
     if spans:
         known = [s for s in summaries if s.span_kept is not None]
         draw(axes[1], known, lambda s: Interval(s.span_kept or 0.0, math.nan, math.nan), "share of the answer's tokens kept")
-    axes[0].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def draw(axis, summaries: Sequence[Summary], figure: Callable[[Summary], Interval], label: str) -> None:  # type: ignore[no-untyped-def]
     """One panel; the full cache is a dashed level."""
+    from matplotlib import colormaps
+
+    axis.set_prop_cycle(color=colormaps["tab20"](range(20)))
     for line in dict.fromkeys(s.line for s in summaries):
         own = sorted((s for s in summaries if s.line == line), key=lambda s: s.kept_mean)
         shown, x = [figure(s) for s in own], [s.kept_mean for s in own]
@@ -218,4 +240,7 @@ def draw(axis, summaries: Sequence[Summary], figure: Callable[[Summary], Interva
         (drawn,) = axis.plot(x, [i.value for i in shown], marker="o", markersize=4, label=line)
         axis.fill_between(x, [i.low for i in shown], [i.high for i in shown], color=drawn.get_color(), alpha=0.15, linewidth=0)
     axis.set(xlabel="tokens kept per KV head (mean)", ylabel=label, xscale="log", ylim=(-0.02, 1.02))
+    ticks = sorted({round(s.kept_mean) for s in summaries if s.line != FULL})
+    axis.set_xticks(ticks, labels=map(str, ticks))
+    axis.minorticks_off()
     axis.grid(alpha=0.3)
