@@ -142,7 +142,7 @@ class KVP(Gate):
     def prepare(self, traces: Sequence[Trace]) -> None:
         for name, branch in zip(self.config.inputs, self.branches, strict=True):
             assert isinstance(branch, Branch)
-            branch.standardise(torch.cat([recorded(t, name) for t in traces], 2).float())
+            branch.standardise(torch.cat([finite(t, name) for t in traces], 2).float())
 
     def calibrate(self, traces: Sequence[Trace]) -> None:
         """Least squares per head from score to the logarithm of the utility, slope above 0 so that the order within a head stays."""
@@ -191,6 +191,14 @@ def recorded(trace: Trace, name: str) -> Tensor:
     found: Tensor | None = getattr(trace, name)
     if found is None:
         raise ValueError(f"trace {trace.id} holds no {name}, which kvp reads; record with mode=targets")
+    return found
+
+
+def finite(trace: Trace, name: str) -> Tensor:
+    """`recorded`, refused where a single value would spoil the statistics."""
+    found = recorded(trace, name)
+    if not found.isfinite().all():
+        raise ValueError(f"trace {trace.id}: its {name} are not all finite; record it again or leave it out")
     return found
 
 
@@ -325,7 +333,7 @@ class LogPositions(nn.Module):
 
     def forward(self, positions: Tensor, num_seen: Tensor, layers: slice) -> Tensor:
         pos = positions.clamp(min=0).float()
-        left = num_seen - pos
+        left = (num_seen - pos).clamp(min=0)  # below 0 on padding
         return torch.stack([pos.log1p() / LOG_SPAN, left.log1p() / LOG_SPAN, pos / num_seen], -1)
 
 

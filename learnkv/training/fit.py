@@ -47,7 +47,7 @@ def fit(gate: Gate, train: TraceDataset, heldout: TraceDataset, run: Path, setti
 
 
 def make_trainer(run: Path, heldout: TraceDataset, settings: TrainSettings) -> Trainer:
-    devices = int(os.environ.get("LOCAL_WORLD_SIZE", settings.devices))
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's count
     nodes = int(os.environ.get("WORLD_SIZE", devices)) // devices
     return Trainer(
         accelerator="auto",

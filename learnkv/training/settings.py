@@ -25,13 +25,12 @@ class TrainSettings:
     ema: float = 0.99  # decay of the averaged weights, which are the ones saved
     ema_start: int = 100  # steps before averaging begins
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"  # of the products; scores and losses stay float32
-    devices: int = 1  # processes on this host; torchrun's count wins
     log_every: int = 20  # steps between TensorBoard scalars
     eval_every: int = 200  # steps between held-out evaluations
     save_every: int = 200  # steps between checkpoints to resume from
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "min_cut", "devices", "log_every", "eval_every", "save_every"):
+        for name in ("steps", "batch", "min_cut", "log_every", "eval_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} counts from 1; give 1 or more")
         for name in ("lr", "clip"):

@@ -1,0 +1,201 @@
+"""Train a gate: record what is missing, train on the traces, then show it beside the heuristics on held-out prompts.
+
+python -m learnkv.train recipe=kvp
+python -m learnkv.train recipe=kvp prompts=mine.jsonl name=mine         your own prompts: JSONL with context, question, answer
+torchrun --nproc-per-node 2 -m learnkv.train recipe=kvp train.batch=2   two processes share the traces of every step
+A stopped run goes on from its last checkpoint when the same command runs again; resume=no starts over.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import yaml
+from torch import distributed
+
+from learnkv import config
+from learnkv.checkpoint import save_gate
+from learnkv.evaluation.compare import QUICK, quick_table
+from learnkv.evaluation.reward import rewards
+from learnkv.gates import GATES
+from learnkv.gates.base import Gate
+from learnkv.methods import METHODS
+from learnkv.models import BaseModel, PreTrainedModel, load_model
+from learnkv.names import unknown
+from learnkv.observation import Scorer
+from learnkv.prompts import Prompt
+from learnkv.prompts.prompt import Tokenizer
+from learnkv.traces.dataset import TraceDataset
+from learnkv.traces.format import write_atomically
+from learnkv.traces.measure import evictable_layers, softmax_scales
+from learnkv.traces.record import DTYPES, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
+from learnkv.training import TrainSettings, fit
+from learnkv.training.fit import EVENTS, LAST
+
+RECIPE = "recipe.yaml"
+BUDGETS = (0.5, 0.2, 0.1)  # of the last table
+
+
+@dataclass
+class TrainCommand:
+    """What `python -m learnkv.train` reads."""
+
+    recipe: str = "kvp"  # a shipped recipe, or a .yaml file
+    model: str = "smollm2-135m"  # bundled name, hub id or folder
+    method: str = "kvp"  # which gate
+    prompts: str = ""  # your own prompts instead of record.kinds: JSONL with context, question, answer, or plain text
+    name: str = ""  # of the run's folder in `runs`; the recipe's name without one
+    runs: str = "checkpoints/runs"  # folder of the runs
+    resume: Literal["auto", "no"] = "auto"  # auto goes on from the run's last checkpoint, no starts over
+    table: int = 16  # held-out prompts that are answered for the last table; 0 leaves it out
+    record: RecordSettings = field(default_factory=RecordSettings)
+    gate: dict[str, Any] = field(default_factory=dict)  # the gate's knobs, see its Config
+    train: TrainSettings = field(default_factory=TrainSettings)
+
+
+def run(command: TrainCommand) -> None:
+    gate_config = config_of(command)  # a mistake in it should not wait for the model
+    folder = Path(command.runs) / (command.name or Path(command.recipe).stem)
+    join_processes()
+    if place()[0] == 0:
+        open_run(command, folder)
+    model, loaded = load_model(command.model, DTYPES[command.record.dtype])
+    tokenizer = cast(Tokenizer, loaded)
+    asked = make_prompts(command.record, tokenizer, command.prompts)
+    traces = record_missing(command, model, tokenizer, asked)
+    gate = train(command, gate_config, traces, folder)
+    if place()[0] == 0:
+        save_gate(gate, folder, settled(command))
+        conclude(command, model, tokenizer, asked, traces, gate, folder)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def config_of(command: TrainCommand) -> object:
+    """The gate's knobs, checked."""
+    if command.method not in GATES:
+        raise unknown("method", command.method, GATES)
+    return config.build(GATES[command.method].Config, command.gate, f"recipe {command.recipe}: gate")
+
+
+def join_processes() -> None:
+    """Meets the other processes where torchrun started several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # the faster process waits at the end for the slower one's last prompts
+        distributed.init_process_group(timeout=timedelta(days=1))
+
+
+def settled(command: TrainCommand) -> dict[str, Any]:
+    """The resolved recipe as plain values, without what has no part in the result."""
+    values = cast(dict, yaml.safe_load(config.dump(command)))
+    return {key: value for key, value in values.items() if key not in ("resume", "runs", "name", "table")}
+
+
+def open_run(command: TrainCommand, folder: Path) -> None:
+    """The run's folder with its recipe; a folder that holds another recipe's run is refused."""
+    path = folder / RECIPE
+    if command.resume == "no" and folder.exists():
+        for stale in (folder / LAST, path):
+            stale.unlink(missing_ok=True)
+        shutil.rmtree(folder / EVENTS, ignore_errors=True)
+    if path.exists() and (folder / LAST).exists():
+        refuse_other_recipe(path, settled(command))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda to: to.write_text(config.dump(command)))
+
+
+def refuse_other_recipe(path: Path, wanted: dict[str, Any]) -> None:
+    found = yaml.safe_load(path.read_text())
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is truncated or was edited; resume=no starts over")
+    there, asked = flat(found), flat(wanted)
+    for key in asked:
+        if there.get(key) != asked[key]:
+            raise ValueError(
+                f"{path} has {key}={there.get(key)}, this run {key}={asked[key]}; give another name=..., or resume=no to start over"
+            )
+
+
+def flat(values: dict, prefix: str = "") -> dict[str, object]:
+    """Nested values by dotted key."""
+    out: dict[str, object] = {}
+    for key, value in values.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
+
+
+def record_missing(command: TrainCommand, model: PreTrainedModel, tokenizer: Tokenizer, asked: list[Prompt]) -> TraceDataset:
+    plan = plan_recording(model, tokenizer, asked, trace_folder(model, command.record), command.record)
+    if place()[0] == 0:
+        print(f"model: {command.model}, {command.record.dtype}")
+        print(f"traces: {plan.folder}, {len(plan.jobs) - len(plan.missing)} there, {len(plan.missing)} to record", flush=True)
+    return record_plan(plan, model, progress=True)
+
+
+def train(command: TrainCommand, gate_config: object, traces: TraceDataset, folder: Path) -> Gate:
+    """The trained gate."""
+    gate = new_gate(command, gate_config, traces.base_model)
+    training, heldout = traces.split("train"), traces.split("heldout")
+    if place()[0] == 0:
+        size = sum(p.numel() for p in gate.parameters())
+        print(f"gate: {command.method}, {size:,} weights, {command.train.steps} steps of {command.train.batch} traces")
+        print(f"split: {len(training)} training and {len(heldout)} held-out traces")
+        print(f"watch: tensorboard --logdir {folder}", flush=True)
+    began = time.monotonic()
+    gate = fit(gate, training, heldout, folder, command.train, resume=command.resume == "auto")
+    if place()[0] == 0:
+        print(f"trained in {time.monotonic() - began:.0f} s", flush=True)
+    return gate
+
+
+def new_gate(command: TrainCommand, gate_config: object, base: BaseModel) -> Gate:
+    """A gate with fresh weights; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(command.train.seed)
+        return GATES[command.method](gate_config, base)
+
+
+def conclude(
+    command: TrainCommand,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    asked: list[Prompt],
+    traces: TraceDataset,
+    gate: Gate,
+    folder: Path,
+) -> None:
+    """The held-out tables, where everything lies, and what comes next."""
+    gate = gate.bind(model)
+    print("\n" + reward_table(gate, traces.split("heldout"), model) + "\n", flush=True)
+    prompts = [prompt for prompt in asked if prompt.split == "heldout"][: command.table]
+    if prompts:
+        kinds = Counter(prompt.kind for prompt in prompts)
+        print(f"answers to {len(prompts)} held-out prompts ({', '.join(kinds)}), compressed before the question is known", flush=True)
+        print(quick_table(model, tokenizer, prompts, gate, BUDGETS) + "\n")
+    print(f"gate: {folder}\ntraces: {traces.folder}\nTensorBoard: tensorboard --logdir {folder}")
+    print(f"next: python -m learnkv.generate model={command.model} gate={folder} compare=true")
+
+
+def reward_table(gate: Gate, heldout: TraceDataset, model: PreTrainedModel) -> str:
+    """One line per method: mean normalised reward over heads and held-out traces."""
+    scorers: dict[str, Scorer] = {gate.METHOD: gate}
+    scorers |= {name: METHODS[name].build({}) for name in QUICK if name != "oracle"}
+    scales = softmax_scales(model, evictable_layers(model))
+    found = {name: float(reward.mean()) for name, reward in rewards(scorers, heldout, scales).items()}
+    found["oracle"] = -1.0
+    width = max(len(name) for name in found)
+    lines = [f"{name:<{width}}  {value:8.2f}" for name, value in sorted(found.items(), key=lambda item: -item[1])]
+    return "\n".join([f"normalised reward on {len(heldout)} held-out traces, mean over heads (the oracle's is -1)", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(config.main(run, TrainCommand))
