@@ -60,7 +60,7 @@ def policy(scorer=None, budget=12, allocate="uniform", **settings):
     return Policy(scorer or KeyDiff(), budget, budgets.ALLOCATORS[allocate], **{"num_sinks": 2, "num_recent": 4, **settings})
 
 
-def generate(model, ids, cache=None, n=12, **given):
+def generate(model, ids, cache=None, n=8, **given):
     return model.generate(ids, cache=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False, **given)
 
 
@@ -95,8 +95,8 @@ def test_full_budget_equals_plain_generation(model):
     ids = prompt(21, rows=2)
     want = generate(model, ids)
     with attach(model):
-        for p in (None, policy(budget=10_000), policy(SnapKV(), 10_000, "adaptive_global"), policy(H2O(), Ratio(1.0))):
-            assert torch.equal(generate(model, ids, EvictionCache(p, model)), want) or isinstance(p and p.budget, Ratio)
+        for p in (None, policy(budget=10_000), policy(SnapKV(), 10_000, "adaptive_global")):
+            assert torch.equal(generate(model, ids, EvictionCache(p, model)), want)
 
 
 @pytest.mark.parametrize("allocate", ALLOCATORS)
@@ -161,7 +161,8 @@ def test_a_second_turn_and_a_plain_forward_go_on_at_the_right_positions(llama):
         first = generate(llama, ids, cache, n=4)
         history = torch.cat([first, more], 1)
         fed = []
-        handle = llama.model.register_forward_pre_hook(lambda m, a, kw: fed.append((kw["input_ids"], kw.get("position_ids"))), with_kwargs=True)
+        note = lambda module, args, kwargs: fed.append((kwargs["input_ids"], kwargs.get("position_ids")))  # noqa: E731
+        handle = llama.model.register_forward_pre_hook(note, with_kwargs=True)
         generate(llama, history, cache, n=2)
         handle.remove()
         assert torch.equal(fed[0][0], history[:, 33:])  # the last new token was not fed before, then the second turn
@@ -214,18 +215,11 @@ def test_chunked_prefill_holds_the_budget_after_every_chunk(llama):
             assert (cache.lengths() == 12).all()
 
 
-class Poisoned(Scorer):
-    """Keeps the latest; what it evicted is overwritten by the test."""
-
-    def score(self, obs):
-        return obs.positions.float()
-
-
 def test_evicted_slots_are_never_attended(llama):
     ids, new = prompt(40), prompt(3, seed=2)
     for allocate in ALLOCATORS:
         with attach(llama):
-            cache = EvictionCache(policy(Poisoned(), 21, allocate), llama)
+            cache = EvictionCache(policy(KeyNorm(), 21, allocate), llama)
             llama(ids, cache=cache)
             other = cache.clone()
             for state in other.states:
