@@ -294,11 +294,11 @@ def test_a_cache_for_another_model_is_refused(model):
         model(prompt(20), cache=EvictionCache(POLICY, other))
 
 
-LATENT = dict(kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
-EXPERTS = dict(n_routed_experts=2, num_experts_per_tok=1)
+LATENT = SHAPE | dict(num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
+EXPERTS = dict(n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1)
 FOREIGN = {
     "soft-caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8)),
-    "MLA": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**SHAPE | dict(num_key_value_heads=4), **LATENT, **EXPERTS, n_group=1, topk_group=1)),
+    "MLA": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT, **EXPERTS)),
     "sink logits": lambda: GptOssForCausalLM(GptOssConfig(**SHAPE, head_dim=8, num_local_experts=2, num_experts_per_tok=1)),
     "`self_attn`": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4)),
     "encoder-decoder": lambda: T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_ff=32, num_layers=1, num_heads=4, d_kv=8)),
