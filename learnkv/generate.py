@@ -2,7 +2,7 @@
 
 python -m learnkv.generate compare=true                                    a needle prompt of ours, full cache beside the compressed one
 python -m learnkv.generate method=snapkv budget=256 file=notes.txt question="Who pays?"
-python -m learnkv.generate gate=checkpoints/my-run budget=0.1 file=-       your gate; the context from standard input
+python -m learnkv.generate gate=checkpoints/runs/kvp budget=0.1 file=-       your gate; the context from standard input
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GenerateCommand:
     recipe: str = ""  # a .yaml file with these keys, or none
     model: str = "smollm2-135m"  # bundled name, hub id or folder
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of model and cache
-    method: str = "kvp"  # as in evaluate.methods: snapkv, "snapkv(window=16)+adaptive", kvp:checkpoints/my-run
+    method: str = "kvp"  # as in evaluate.methods: snapkv, "snapkv(window=16)+adaptive", kvp:checkpoints/runs/kvp
     gate: str = ""  # folder of a gate, instead of `method`
     budget: float = 0.2  # below 1 the fraction of the context that stays, else tokens per KV head
     num_sinks: int = 4  # first tokens that always stay
