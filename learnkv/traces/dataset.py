@@ -89,4 +89,5 @@ class TraceDataset(Dataset[Trace]):
 
 def recompute(trace: Trace, model: PreTrainedModel, settings: dict[str, object]) -> Trace:
     """What mode=ids left out, as mode=targets would have stored it; `settings` are the folder's."""
-    return measure(model, trace, future=cast(Future, settings["future"]), cuts=cast(int, settings["cuts"]))
+    # every response was recorded, so none is generated
+    return measure(model, trace, future=cast(Future, settings["future"]), max_new_tokens=0, cuts=cast(int, settings["cuts"]))

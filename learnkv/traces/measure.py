@@ -23,6 +23,7 @@ def measure(
     bare: Trace,
     *,
     future: Future,
+    max_new_tokens: int,
     cuts: int = 0,
     full: bool = False,
     dtype: torch.dtype = torch.bfloat16,
@@ -31,17 +32,20 @@ def measure(
 
     The context runs once; each continuation runs over a copy of its cache, and the targets are sums over the continuations.
 
-    future  whose attention is the utility, see `targets.future_rows`
-    cuts    how many earlier ends of the context get a utility too, drawn by the trace's id
-    full    all queries and the hidden states too
-    dtype   of stored keys, values, queries and hidden states; mass and targets are float32
+    future          whose attention is the utility, see `targets.future_rows`
+    max_new_tokens  of a response that future=response wants and the trace lacks
+    cuts            how many earlier ends of the context get a utility too, drawn by the trace's id
+    full            all queries and the hidden states too
+    dtype           of stored keys, values, queries and hidden states; mass and targets are float32
     """
     layers, n = evictable_layers(model), len(bare.ids)
     scales = softmax_scales(model, layers)
     with capture(model, {"queries", "hidden"} if full else {"queries"}) as taken:
-        cache = run(model, bare.ids)[0]
+        cache, logits = run(model, bare.ids)
         queries, hidden = of_layers(taken.queries, layers), of_layers(taken.hidden, layers) if full else None
         keys, values = [cache.layers[i].keys for i in layers], [cache.layers[i].values for i in layers]
+        if future == "response":
+            bare = answered(model, bare, cache, logits, max_new_tokens)
         targets = future_targets(model, cache, bare, future, scales, taken)
     if cuts:
         at = targets["cut_positions"] = cut_positions(n, cuts, seed=int(bare.id, 16) % 2**63)
@@ -84,10 +88,15 @@ def run(model: PreTrainedModel, ids: Tensor, cache: object = None) -> tuple:
 def respond(model: PreTrainedModel, bare: Trace, max_new_tokens: int) -> Trace:
     """The trace with the model's own greedy response to each question, its end token included."""
     cache, logits = run(model, bare.ids)
-    answered = [
-        replace(asked, response=greedy(model, copy.deepcopy(cache), logits, asked.question, max_new_tokens)) for asked in bare.questions
+    return answered(model, bare, cache, logits, max_new_tokens)
+
+
+def answered(model: PreTrainedModel, bare: Trace, cache: object, logits: Tensor, max_new_tokens: int) -> Trace:
+    """`respond` on a cache that holds the context; a response that is there already stays."""
+    replies = [
+        q.response if len(q.response) else greedy(model, copy.deepcopy(cache), logits, q.question, max_new_tokens) for q in bare.questions
     ]
-    return replace(bare, questions=answered)
+    return replace(bare, questions=[replace(q, response=reply) for q, reply in zip(bare.questions, replies, strict=True)])
 
 
 def greedy(model: PreTrainedModel, cache: object, logits: Tensor, question: Tensor, max_new_tokens: int) -> Tensor:

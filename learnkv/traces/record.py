@@ -255,11 +255,10 @@ def record_share(plan: Plan, model: PreTrainedModel, *, progress: bool) -> None:
 
 def record_one(model: PreTrainedModel, job: Trace, settings: RecordSettings) -> Trace:
     """What is stored of one prompt."""
-    if settings.future == "response":
-        job = respond(model, job, settings.max_new_tokens)
     if settings.mode == "ids":
-        return job
-    return measure(model, job, future=settings.future, cuts=settings.cuts, full=settings.mode == "full")
+        return respond(model, job, settings.max_new_tokens) if settings.future == "response" else job
+    full = settings.mode == "full"
+    return measure(model, job, future=settings.future, max_new_tokens=settings.max_new_tokens, cuts=settings.cuts, full=full)
 
 
 class Packer:
