@@ -3,7 +3,7 @@
 python -m learnkv.train recipe=kvp
 python -m learnkv.train recipe=kvp prompts=mine.jsonl name=mine         your own prompts: JSONL with context, question, answer
 torchrun --nproc-per-node 2 -m learnkv.train recipe=kvp train.batch=2   two processes share the traces of every step
-A stopped run goes on from its last checkpoint when the same command runs again; resume=no starts over.
+A stopped run goes on from its last checkpoint when the same command runs again; resume=never starts over.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TrainCommand:
     prompts: str = ""  # your own prompts instead of record.kinds: JSONL with context, question, answer, or plain text
     name: str = ""  # of the run's folder in `runs`; the recipe's name without one
     runs: str = "checkpoints/runs"  # folder of the runs
-    resume: Literal["auto", "no"] = "auto"  # auto goes on from the run's last checkpoint, no starts over
+    resume: Literal["auto", "never"] = "auto"  # auto goes on from the run's last checkpoint, never starts over
     table: int = 16  # held-out prompts that are answered for the last table; 0 leaves it out
     record: RecordSettings = field(default_factory=RecordSettings)
     gate: dict[str, Any] = field(default_factory=dict)  # the gate's knobs, see its Config
@@ -103,7 +103,7 @@ def settled(command: TrainCommand) -> dict[str, Any]:
 def open_run(command: TrainCommand, folder: Path) -> None:
     """The run's folder with its recipe; a folder that holds another recipe's run is refused."""
     path = folder / RECIPE
-    if command.resume == "no" and folder.exists():
+    if command.resume == "never" and folder.exists():
         for stale in (folder / LAST, path):
             stale.unlink(missing_ok=True)
         shutil.rmtree(folder / EVENTS, ignore_errors=True)
@@ -116,12 +116,12 @@ def open_run(command: TrainCommand, folder: Path) -> None:
 def refuse_other_recipe(path: Path, wanted: dict[str, Any]) -> None:
     found = yaml.safe_load(path.read_text())
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is truncated or was edited; resume=no starts over")
+        raise ValueError(f"{path} is truncated or was edited; resume=never starts over")
     there, asked = flat(found), flat(wanted)
     for key in asked:
         if there.get(key) != asked[key]:
             raise ValueError(
-                f"{path} has {key}={there.get(key)}, this run {key}={asked[key]}; give another name=..., or resume=no to start over"
+                f"{path} has {key}={there.get(key)}, this run {key}={asked[key]}; give another name=..., or resume=never to start over"
             )
 
 

@@ -238,7 +238,7 @@ def finished_in(*arguments: object) -> float:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-@pytest.mark.parametrize(("steps", "saves", "window"), [(100, 1, (0.1, 0.95)), (12, 400, (0.5, 0.95))], ids=["training", "final save"])
+@pytest.mark.parametrize(("steps", "saves", "window"), [(100, 1, (0.1, 0.95)), (12, 30, (0.4, 0.95))], ids=["training", "final save"])
 def test_killed_ten_times_the_next_run_equals_an_uninterrupted_one(traces, tmp_path, steps, saves, window):
     changes = {"steps": steps, "save_every": 10, "eval_every": 50}
     whole = finished_in(str(traces.folder), str(tmp_path / "whole"), changes, saves)

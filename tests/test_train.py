@@ -1,0 +1,166 @@
+"""The train command: traces, a gate, tables; and one line where something is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from learnkv import config
+from learnkv.checkpoint import load_gate
+from learnkv.evaluation.reward import rewards, score_trace
+from learnkv.heuristics.streaming_llm import StreamingLLM
+from learnkv.methods import METHODS
+from learnkv.traces.dataset import TraceDataset
+from learnkv.train import TrainCommand, run
+from tests.observations import Row, observe
+from tests.recording import byte_tokenizer, tiny_model
+from tests.training_parts import BASE, made_folder, made_gate, made_trace
+
+ROOT = Path(__file__).parents[1]
+SCALES = [BASE.head_dim**-0.5] * BASE.num_layers
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """A recipe on a tiny model and prompts of our own, run in a folder of its own."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    lines = [
+        {"context": f"The sky of day {i} is grey, its sea is {i} deep.", "question": "Which sky?", "answer": "grey"} for i in range(20)
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "tiny.yaml").write_text(
+        f"""
+model: {tmp_path / "model"}
+prompts: {tmp_path / "mine.jsonl"}
+gate: {{branch_width: 4, width: 6, permutations: 4}}
+train: {{steps: 6, warmup: 2, ema_start: 2, eval_every: 3, save_every: 2, log_every: 1, batch: 2}}
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "tiny.yaml"
+
+
+def test_one_command_records_trains_and_compares(recipe, capsys):
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=1"]) == 0
+    out = capsys.readouterr().out
+    assert "0 there, 20 to record" in out
+    folder = Path("checkpoints/runs/tiny")
+    assert {"gate.json", "gate.safetensors", "recipe.yaml", "events", "last.ckpt"} == {path.name for path in folder.iterdir()}
+    assert load_gate(folder).knobs()["width"] == 6
+    for name in ("kvp", "random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"):
+        assert out.count(f"\n{name} ") == 2, name
+    assert f"next: python -m learnkv.generate model={recipe.parent / 'model'} gate={folder} compare=true" in out
+
+
+def test_the_same_command_again_changes_nothing(recipe, capsys):
+    folder = Path("checkpoints/runs/tiny")
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0"]) == 0
+    before = (folder / "gate.safetensors").read_bytes()
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0"]) == 0
+    assert "20 there, 0 to record" in capsys.readouterr().out
+    assert (folder / "gate.safetensors").read_bytes() == before
+
+
+def test_a_run_of_another_recipe_is_not_continued_but_can_be_started_over(recipe, capsys):
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0"]) == 0
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0", "train.lr=0.5"]) == 2
+    assert "train.lr=0.001, this run train.lr=0.5" in capsys.readouterr().err
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0", "train.lr=0.5", "resume=never"]) == 0
+    assert load_gate("checkpoints/runs/tiny").METHOD == "kvp"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("method=kvpp", "kvp"),
+        ("gate.widht=3", "gate.widht|width"),
+        ("gate.loss=listnett", "listnet"),
+        ("gate.width=wide", "width"),
+        ("train.cut=unifrom", "cut"),
+        ("train.steps=0", "train.steps=0"),
+        ("resume=maybe", "resume"),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_is_written(recipe, capsys, wrong, says):
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", wrong]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and "\n" not in error
+    assert any(word in error for word in says.split("|"))
+    assert not Path("checkpoints").exists()
+
+
+def test_an_unwritable_folder_of_runs_is_one_line(recipe, capsys):
+    Path("taken").write_text("")
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "runs=taken"]) == 2
+    assert "taken" in capsys.readouterr().err
+
+
+def test_published_recipes_fit_the_command():
+    for name in ("kvp", "paper/kvp"):
+        command = config.load([f"recipe={name}"], TrainCommand)
+        assert command.method == "kvp"
+
+
+# ---- rewards of any scorer on traces
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory) -> TraceDataset:
+    return made_folder(tmp_path_factory.mktemp("traces"), train=2, heldout=2)
+
+
+def row_of(trace, layer: int) -> Row:
+    """The trace's layer as tests of scorers build it: the window holds its last queries."""
+    n = len(trace.ids)
+    queries = torch.zeros(BASE.num_query_heads, n, BASE.head_dim)
+    queries[:, n - trace.window.shape[2] :] = trace.window[layer]
+    return Row(trace.keys[layer], trace.values[layer], queries, queries, trace.ids, [list(range(n))] * 2, n, [torch.zeros(n, 0)] * 2)
+
+
+@pytest.mark.parametrize("name", ["random", "streaming_llm", "key_diff", "key_norm", "snapkv"])
+def test_a_heuristic_scores_a_trace_as_it_scores_a_cache(name):
+    trace, scorer = made_trace(40), METHODS[name].build({})
+    found = score_trace(scorer, trace, SCALES)
+    for layer in range(BASE.num_layers):
+        live = observe([row_of(trace, layer)], window=scorer.observation_window, layer=layer, num_layers=BASE.num_layers)
+        assert torch.allclose(found[layer], scorer.score(live)[0], atol=1e-6)
+
+
+def test_h2o_scores_a_trace_by_its_mass():
+    trace = made_trace(40)
+    assert torch.equal(score_trace(METHODS["h2o"].build({}), trace, SCALES), trace.mass)
+
+
+def test_a_gate_scores_a_trace_through_an_observation_as_by_itself():
+    trace, gate = made_trace(40), made_gate()
+    assert torch.allclose(score_trace(gate, trace, SCALES), gate.score_trace(trace), atol=1e-6)
+
+
+def test_the_oracle_has_reward_minus_one_and_nothing_is_better(traces):
+    scorers = {name: METHODS[name].build({}) for name in ("random", "key_diff", "snapkv", "h2o")} | {"streaming_llm": StreamingLLM()}
+    found = rewards(scorers, traces, SCALES)
+    assert all((reward <= -1 + 1e-6).all() for reward in found.values())
+    assert torch.allclose(rewards({"oracle": KeyOracle()}, traces, SCALES)["oracle"], torch.tensor(-1.0))
+
+
+class KeyOracle(StreamingLLM):
+    """Made traces are worth what their keys say."""
+
+    def score(self, obs):
+        return obs.keys[..., 0]
+
+
+@pytest.mark.slow
+def test_torchrun_trains_with_two_processes(recipe):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "learnkv.train", f"recipe={recipe}", "table=0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("next: python -m learnkv.generate") == 1
+    assert load_gate("checkpoints/runs/tiny").METHOD == "kvp"
