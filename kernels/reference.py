@@ -54,13 +54,13 @@ def row_blocks(
     """
     B, Q, T, D = queries.shape
     H, L = keys.shape[1:3]
-    grouped = queries.view(B, H, Q // H, T, D).float()
+    grouped = queries.view(B, H, Q // H, T, D).float() * scale
     transposed = keys.float().mT[:, :, None]  # [B, H, 1, D, L]
     step = max(1, BLOCK_ELEMENTS // max(1, B * Q * L))
     for start in range(0, T, step):
         rows = slice(start, min(start + step, T))
         visible = (key_positions >= 0)[:, :, None] & (key_positions[:, :, None] <= query_positions[:, None, rows, None])  # [B, H, t, L]
-        yield rows, (grouped[:, :, :, rows] @ transposed * scale).masked_fill(~visible[:, :, None], float("-inf"))
+        yield rows, (grouped[:, :, :, rows] @ transposed).masked_fill_(~visible[:, :, None], float("-inf"))
 
 
 def row_lse(queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, scale: float) -> Tensor:
@@ -95,10 +95,12 @@ def column_mass(
     returns                    [B, H, L] float32, 0 on empty slots
     """
     out = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
-    for _, logits in row_blocks(queries, keys, query_positions, key_positions, scale):
-        peak = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)  # a row that sees nothing stays finite
-        weights = (logits - peak).exp_()
-        weights /= weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    first = key_positions.masked_fill(key_positions < 0, torch.iinfo(key_positions.dtype).max).amin(-1)  # [B, H]
+    blind = query_positions[:, None] < first[..., None]  # [B, H, T], a query that sees nothing gives nothing
+    for rows, logits in row_blocks(queries, keys, query_positions, key_positions, scale):
+        weights = logits.softmax(-1)
+        if blind[..., rows].any():
+            weights = weights.masked_fill(blind[:, :, None, rows, None], 0)
         mass = REDUCE[over_group](weights, 2)  # [B, H, t, L]
         out = torch.maximum(out, mass.amax(2)) if over_queries == "max" else out + mass.sum(2)
     if over_queries == "mean":
