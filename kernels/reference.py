@@ -130,7 +130,7 @@ def attend(
     H, (N, P) = table.shape[1], position_pages.shape
     owner = page_owner(table, N)  # [N]
     head = owner.clamp(min=0)
-    grouped = queries.reshape(B * H, Q // H, T, D).float()
+    grouped = queries.reshape(B * H, Q // H, T, D).float() * scale
     keys, values = key_pages.float().mT, value_pages.float()
     used = (position_pages >= 0) & (owner >= 0)[:, None]  # [N, P]
     step = max(1, BLOCK_ELEMENTS // (N * (Q // H) * max(P, D)))
@@ -139,7 +139,8 @@ def attend(
         rows = slice(start, start + step)
         seen = used[:, None] & (position_pages[:, None] <= query_positions[head // H][:, rows, None])  # [N, t, P]
         q = grouped[:, :, rows]
-        logits = (q[head].flatten(1, 2) @ keys * scale).unflatten(1, q.shape[1:3]).masked_fill(~seen[:, None], float("-inf"))  # [N, G, t, P]
+        logits = (q[head].flatten(1, 2) @ keys).unflatten(1, q.shape[1:3])  # [N, G, t, P]
+        logits = logits.masked_fill_(~seen[:, None], float("-inf"))
         blocks.append(segment_softmax_sum(logits, values, head, B * H))
     return torch.cat(blocks, 2).view(B, Q, T, D).to(queries.dtype)
 

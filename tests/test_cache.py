@@ -237,6 +237,28 @@ def test_a_prompt_of_one_token_generates_as_the_plain_model(llama):
     assert torch.equal(got, generate(llama, ids))
 
 
+def test_a_row_of_padding_only_holds_nothing_and_disturbs_no_other(llama):
+    ids, mask = prompt(20, rows=2), torch.ones(2, 20, dtype=torch.int64)
+    mask[0] = 0
+    with attach(llama):
+        cache, alone = EvictionCache(policy(), llama), EvictionCache(policy(), llama)
+        llama(ids, attention_mask=mask, cache=cache)
+        llama(ids[1:], cache=alone)
+        assert cache.lengths()[:, 0].sum() == 0
+        got = llama(prompt(2, rows=2), attention_mask=torch.cat([mask, mask[:, :2]], 1), cache=cache).logits
+        want = llama(prompt(2, rows=2)[1:], cache=alone).logits
+    assert got.isfinite().all()
+    torch.testing.assert_close(got[1:], want, atol=1e-5, rtol=0)
+
+
+def test_several_returned_sequences_have_rows_of_their_own(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(), llama)
+        out = llama.generate(prompt(20), cache=cache, num_return_sequences=2, do_sample=True, max_new_tokens=5, min_new_tokens=5)
+    assert out.shape == (2, 25)
+    assert cache.lengths().shape == (3, 2, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_held_in_half_precision(dtype):
     model = tiny(dtype=dtype)
