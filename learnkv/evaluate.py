@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 from tqdm import tqdm
@@ -48,8 +47,7 @@ def run(command: EvaluateCommand) -> None:
     for budget in settings.budgets:
         budget_of(budget)  # a mistake in it should not wait for the model
     chosen = read_rows(Path(settings.choose)) if settings.choose else []
-    model, loaded = load_model(command.model, DTYPES[settings.dtype])
-    tokenizer = cast(Tokenizer, loaded)
+    model, tokenizer = load_model(command.model, DTYPES[settings.dtype])
     asked = prompts_of(command, settings, tokenizer)
     plans = plans_of(settings, chosen, model, tokenizer)
     rows_file = Path(settings.out) / "rows.jsonl"

@@ -22,7 +22,7 @@ from learnkv.budgets import resolve
 from learnkv.checkpoint import load_gate
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import budget_of
-from learnkv.models import PreTrainedModel, PreTrainedTokenizerBase, load_model
+from learnkv.models import PreTrainedModel, load_model
 from learnkv.policy import Policy
 from learnkv.prompts import Prompt, Question, encode, make
 from learnkv.prompts.prompt import Tokenizer
@@ -67,8 +67,7 @@ class GenerateCommand:
 def run(command: GenerateCommand) -> None:
     budget_of(command.budget)  # a mistake in it should not wait for the model
     own = None if command.demonstrates else own_prompt(command)
-    model, loaded = load_model(command.model, DTYPES[command.dtype])
-    tokenizer = cast(Tokenizer, loaded)
+    model, tokenizer = load_model(command.model, DTYPES[command.dtype])
     policy = policy_of(command, model, tokenizer)
     prompt = own or make(["codes"], split="heldout", count=1, num_tokens=700, tokenizer=tokenizer)[0]
     context, question = tokens_of(prompt, command, model, tokenizer)
@@ -81,11 +80,11 @@ def run(command: GenerateCommand) -> None:
                 start = time.perf_counter()
                 new = answer(model, held, context, question, command.max_new_tokens)
                 milliseconds = 1000 * (time.perf_counter() - start) / len(new)
-                print(f"\n{name}: {len(new)} tokens, {milliseconds:.0f} ms per token\n{text_of(loaded, new)}", flush=True)
+                print(f"\n{name}: {len(new)} tokens, {milliseconds:.0f} ms per token\n{text_of(tokenizer, new)}", flush=True)
     print("\nnext: python -m learnkv.evaluate recipe=compare")
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> str:
+def text_of(tokenizer: Tokenizer, ids: Tensor) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 

@@ -68,8 +68,7 @@ def run(command: TrainCommand) -> None:
     join_processes()
     if place()[0] == 0:
         open_run(command, folder)
-    model, loaded = load_model(command.model, DTYPES[command.record.dtype])
-    tokenizer = cast(Tokenizer, loaded)
+    model, tokenizer = load_model(command.model, DTYPES[command.record.dtype])
     asked = make_prompts(command.record, tokenizer, command.prompts)
     traces = record_missing(command, model, tokenizer, asked)
     gate = train(command, gate_config, traces, folder)

@@ -14,7 +14,7 @@ from learnkv.models import BaseModel
 from tests.observations import Row, observe
 from tests.training_parts import BASE, batch_of, made_gate, made_trace
 
-SMALL = KVPConfig(branch_width=6, width=10, permutations=4)
+SMALL = KVPConfig(branch_width=6, width=10, permutations=4, num_sinks=0, num_recent=0)
 
 
 def items_of(utility: Tensor, lengths: list[int] | None = None) -> Items:
@@ -135,6 +135,39 @@ def test_too_few_permutations_are_refused(permutations):
 def test_batch_form_wants_a_batch():
     with pytest.raises(ValueError, match=r"train\.batch"):
         made_gate(replace(SMALL, loss="plackett_luce_batch")).loss(batch_of(made_trace(9)))
+
+
+def test_what_a_policy_keeps_anyway_has_no_part_in_the_loss():
+    gate = made_gate(replace(SMALL, loss="listnet_model", num_sinks=2, num_recent=3))
+    trace, other = made_trace(24, 1), made_trace(24, 1)
+    for target in (other.targets["utility"],):
+        target[..., :2] += 7
+        target[..., -3:] += 7
+    assert torch.equal(gate.loss(batch_of(trace))["loss"], gate.loss(batch_of(other))["loss"])
+
+
+def test_reward_leaves_out_what_a_policy_keeps_anyway():
+    utility, scores = torch.rand(1, 2, 30), torch.rand(1, 2, 30)
+    inner = reward_of(scores[..., 4:-6], utility[..., 4:-6])
+    assert torch.allclose(reward_of(scores, utility, num_sinks=4, num_recent=6), inner)
+
+
+def test_only_the_loss_over_all_heads_sees_what_heads_owe_each_other():
+    utility = torch.rand(2, 1, 1, 9)
+    items = items_of(torch.zeros(1, 9))
+    items = replace(items, utility=utility)
+    scores, shift = torch.randn(2, 1, 1, 9), torch.tensor([3.0, 0.0]).view(2, 1, 1, 1)
+    moved = {
+        name: (LOSSES[name](scores + shift, items, 4)[0] - LOSSES[name](scores, items, 4)[0]).sum() for name in ("listnet", "listnet_model")
+    }
+    assert moved["listnet"].abs() < 1e-5 < moved["listnet_model"].abs()
+
+
+def test_scores_of_the_loss_over_all_heads_are_not_calibrated_again():
+    gate, trace = made_gate(replace(SMALL, loss="listnet_model")), made_trace(24, 1)
+    before = gate.score_trace(trace)
+    gate.calibrate([trace])
+    assert torch.equal(gate.score_trace(trace), before)
 
 
 # ---- the network

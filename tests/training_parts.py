@@ -31,7 +31,7 @@ def made_trace(n: int, seed: int = 0, *, base: BaseModel = BASE, split: str = "t
 
 def made_gate(config: KVPConfig | None = None, *, base: BaseModel = BASE, seed: int = 0) -> KVP:
     torch.manual_seed(seed)
-    gate = KVP(config or KVPConfig(branch_width=6, width=10), base)
+    gate = KVP(config or KVPConfig(branch_width=6, width=10, num_sinks=0, num_recent=0), base)
     gate.prepare([made_trace(40, seed, base=base)])
     return gate
 

@@ -243,7 +243,7 @@ def oracle_utility(model: PreTrainedModel, encoded: Sequence[Encoded]) -> Tensor
     scales = softmax_scales(model, evictable_layers(model))
     with capture(model, {"queries"}) as taken:
         full, _ = measure.run(model, bare.ids)
-        return measure.future_targets(model, full, bare, "question_answer", scales, taken)["utility"]
+        return measure.future_targets(model, full, bare, "question_answer", "sum", scales, taken)["utility"]
 
 
 def answer(model: PreTrainedModel, cache: EvictionCache, encoded: Encoded) -> dict[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from learnkv.gates.ranking import reward_of
+from learnkv.gates.ranking import PROTECTED, reward_of
 from learnkv.observation import Observation, Scorer, Slots
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Trace
@@ -24,7 +24,8 @@ def rewards(scorers: Mapping[str, Scorer], traces: TraceDataset, scales: Sequenc
     for i in range(len(traces)):
         trace = traces[i]
         for name, scorer in scorers.items():
-            found = reward_of(score_trace(scorer, trace, scales), trace.targets["utility"])
+            scores = score_trace(scorer, trace, scales)
+            found = reward_of(scores, trace.targets["utility"], num_sinks=PROTECTED[0], num_recent=PROTECTED[1])
             totals[name] = totals.get(name, 0) + found / len(traces)
     return totals
 

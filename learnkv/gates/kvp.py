@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learnkv.gates.base import Batch, Gate
-from learnkv.gates.ranking import LOSSES, UTILITY_FLOOR, Items
+from learnkv.gates.ranking import LOSSES, OVER_ALL_HEADS, UTILITY_FLOOR, Items, unprotected
 from learnkv.models import BaseModel
 from learnkv.names import unknown
 from learnkv.observation import Observation
@@ -35,6 +35,8 @@ class KVPConfig:
     shared: bool = False  # one agent for all heads instead of one per head
     loss: str = "plackett_luce"  # see learnkv.gates.ranking.LOSSES
     permutations: int = 8  # K drawn per item and step
+    num_sinks: int = 4  # first tokens left out of the loss: a policy keeps them anyway
+    num_recent: int = 16  # last tokens, likewise
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -50,6 +52,9 @@ class KVPConfig:
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name}={size} counts units; give 1 or more")
+        for name, size in {"num_sinks": self.num_sinks, "num_recent": self.num_recent}.items():
+            if size < 0:
+                raise ValueError(f"{name}={size} counts tokens; give 0 or more")
 
 
 @dataclass(frozen=True)
@@ -123,16 +128,19 @@ class KVP(Gate):
 
     def layers_loss(self, batch: Batch, layers: slice) -> tuple[Tensor, Tensor]:
         """(loss, reward), both [l, H, B], of a run of layers."""
+        config = self.config
         features, items = trace_features(batch.traces, layers, self.device), trace_items(batch, layers, self.device)
-        scores = self(features, layers).view(items.utility.shape)
-        return LOSSES[self.config.loss](scores, items, self.config.permutations)
+        scores = self(features, layers).view(items.utility.shape)[..., config.num_sinks :]
+        return LOSSES[config.loss](scores, unprotected(items, config.num_sinks, config.num_recent), config.permutations)
 
     def recomputed_loss(self, batch: Batch, layers: slice) -> tuple[Tensor, Tensor]:
         """`layers_loss` that keeps no activations: they are computed again when the gradient is."""
         return checkpoint(self.layers_loss, batch, layers, use_reentrant=False, preserve_rng_state=False)
 
     def layer_chunks(self, batch: Batch) -> list[slice]:
-        """All layers at once where the step then fits CHUNK_FLOATS, else as many as fit, one at least."""
+        """All layers at once where the step then fits CHUNK_FLOATS or the loss spans them, else as many as fit, one at least."""
+        if self.config.loss in OVER_ALL_HEADS:
+            return [slice(0, self.base.num_layers)]
         tokens = len(batch.traces) * max(len(t.ids) for t in batch.traces) * self.base.num_kv_heads
         config = self.config
         per_token = 4 * self.base.head_dim + 6 * config.branch_width + 4 * config.depth * config.width + 12 * config.permutations
@@ -145,7 +153,12 @@ class KVP(Gate):
             branch.standardise(torch.cat([finite(t, name) for t in traces], 2).float())
 
     def calibrate(self, traces: Sequence[Trace]) -> None:
-        """Least squares per head from score to the logarithm of the utility, slope above 0 so that the order within a head stays."""
+        """Least squares per head from score to the logarithm of the utility, slope above 0 so that the order within a head stays.
+
+        A loss over all heads has taught them to compare already and is left as it is.
+        """
+        if self.config.loss in OVER_ALL_HEADS:
+            return
         nn.init.ones_(self.scale)
         nn.init.zeros_(self.shift)
         scores = torch.cat([self.score_trace(t) for t in traces], -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -13,6 +13,7 @@ from learnkv import ops
 from learnkv.gates.base import Batch
 
 LEAST_REWARD = -200.0  # authors' clamp
+PROTECTED = 4, 16  # sinks and recent tokens of `Policy` and of our recipes; where a reward is reported, their order is left out
 LEAST_COST = 1e-8  # authors' clamp: a head that nothing attends to gets reward 0
 
 
@@ -79,6 +80,18 @@ def listnet(scores: Tensor, items: Items, permutations: int) -> tuple[Tensor, Te
     return -(share * logprob).sum(-1), normalised_reward(scores.detach(), items)
 
 
+def listnet_model(scores: Tensor, items: Items, permutations: int) -> tuple[Tensor, Tensor]:
+    """`listnet` with one softmax over the tokens of all heads and layers: what heads owe each other is learned too.
+
+    The mean over heads stays that of `listnet`, so that one learning rate serves both.
+    """
+    layers, H = scores.shape[:2]
+    share = items.utility / items.utility.sum((0, 1, 3), keepdim=True).clamp(min=LEAST_COST)
+    total = scores.masked_fill(~items.filled, float("-inf")).logsumexp((0, 1, 3), keepdim=True)
+    logprob = (scores - total).masked_fill(~items.filled, 0)
+    return -(share * logprob).sum(-1) * (layers * H), normalised_reward(scores.detach(), items)
+
+
 def log_mse(scores: Tensor, items: Items, permutations: int) -> tuple[Tensor, Tensor]:
     """Squared error to the logarithm of the utility, both centred over the item: a constant decides nothing within a head."""
     target = (items.utility + UTILITY_FLOOR).log()
@@ -102,9 +115,12 @@ LOSSES: dict[str, RankingLoss] = {
     "plackett_luce": plackett_luce,
     "plackett_luce_batch": plackett_luce_batch,
     "listnet": listnet,
+    "listnet_model": listnet_model,
     "log_mse": log_mse,
     "soft_rank": soft_rank,
 }
+
+OVER_ALL_HEADS = frozenset({"listnet_model"})  # losses whose scores compare across heads as they are
 
 UTILITY_FLOOR = 1e-4  # attention below this is noise to a logarithm
 PAIR_ROWS = 64  # rows of the n x n comparison held at once
@@ -151,11 +167,24 @@ def normalised_reward(scores: Tensor, items: Items) -> Tensor:
     return order_reward(n - 1 - late_first.argsort(dim=-1, descending=True, stable=True), items)
 
 
-def reward_of(scores: Tensor, utility: Tensor) -> Tensor:
-    """Normalised reward of any scorer on one trace: both [layers, H, n] -> [layers, H]; -1 is the oracle's."""
+def reward_of(scores: Tensor, utility: Tensor, *, num_sinks: int = 0, num_recent: int = 0) -> Tensor:
+    """Normalised reward of any scorer on one trace: both [layers, H, n] -> [layers, H]; -1 is the oracle's.
+
+    num_sinks, num_recent  first and last tokens that a policy keeps anyway; their order says nothing and is left out
+    """
     length = torch.tensor([scores.shape[-1]], device=scores.device)
-    items = Items(utility.float()[:, :, None], length, Batch((), seed=0, step=0))
-    return normalised_reward(scores.float()[:, :, None], items)[..., 0]
+    items = unprotected(Items(utility.float()[:, :, None], length, Batch((), seed=0, step=0)), num_sinks, num_recent)
+    return normalised_reward(scores.float()[:, :, None, num_sinks:], items)[..., 0]
+
+
+def unprotected(items: Items, num_sinks: int, num_recent: int) -> Items:
+    """The items without what a policy keeps anyway; scores lose their first `num_sinks` columns with them.
+
+    Of a context that is protected as a whole one token is left, which any order ranks alike.
+    """
+    lengths = (items.lengths - num_sinks - num_recent).clamp(min=1)
+    rest = replace(items, utility=items.utility[..., num_sinks:], lengths=lengths)
+    return replace(rest, utility=rest.utility.masked_fill(~rest.filled, 0))
 
 
 def standardised(reward: Tensor, dim: int) -> Tensor:

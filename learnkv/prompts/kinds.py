@@ -141,13 +141,19 @@ def many_keys(rng: Random, split: Split, num_chars: int) -> Prompt:
     context = hide(rng, split, num_chars, [p.sentence for p in placed])
     one, two = shuffled(rng, placed)[:2]
     keys = [p.prefix.removeprefix("The secret code given to ").removesuffix(" reads") for p in (one, two)]
-    question = Question(f"Which secret codes were given to {keys[0]} and {keys[1]}?", f"The codes of {keys[0]} and {keys[1]} are", f" {one.answer} and {two.answer}")
+    question = Question(
+        f"Which secret codes were given to {keys[0]} and {keys[1]}?",
+        f"The codes of {keys[0]} and {keys[1]} are",
+        f" {one.answer} and {two.answer}",
+    )
     return Prompt("many_keys", split, context, (question,))
 
 
 def records(rng: Random, split: Split, num_chars: int) -> Prompt:
     """A flat JSON object that fills the context; asked for four of its values."""
-    intro, lines, pairs = "Here is a JSON object with the settings of a program.\n{\n", [], []
+    intro = "Here is a JSON object with the settings of a program.\n{\n"
+    lines: list[str] = []
+    pairs: list[tuple[str, str]] = []
     while sum(map(len, lines)) + len(lines) < num_chars - len(intro):
         key, value = pools.pair(pools.word, "_", pools.word)(rng, split), pools.number(10000, 99999)(rng, split)
         pairs.append((key, value))
@@ -172,7 +178,7 @@ def continuation(kind: str, style: Style) -> Build:
 
 def roll_call(rng: Random, split: Split, num_chars: int) -> Prompt:
     """Lists of three names; asked for one list in order."""
-    ships = set()
+    ships: set[str] = set()
     while len(ships) < 2:
         ships.add(pools.ship(rng, split))
     placed = []
@@ -188,7 +194,8 @@ def roll_call(rng: Random, split: Split, num_chars: int) -> Prompt:
 
 def shopping(rng: Random, split: Split, num_chars: int) -> Prompt:
     """A shopping list of three goods; asked for it in order."""
-    who, goods = pools.name(rng, split), []
+    who = pools.name(rng, split)
+    goods: list[str] = []
     while len(goods) < 3:
         goods += [g for g in [pools.food(rng, split)] if g not in goods]
     answer = f"{goods[0]}, {goods[1]} and {goods[2]}"
@@ -198,48 +205,157 @@ def shopping(rng: Random, split: Split, num_chars: int) -> Prompt:
 
 
 CODES = (
-    Fact("The secret code given to {key} reads {value}.", "Which secret code was given to {key}?", "The secret code given to {key} reads",
-         pools.word, pools.number(1000000, 9999999)),
-    Fact("Note that the locker of {key} opens with {value}.", "With which number does the locker of {key} open?", "The locker of {key} opens with",
-         pools.name, pools.number(1000, 999999)),
-    Fact("The serial number stamped on the {key} is {value}.", "Which serial number is stamped on the {key}?",
-         "The serial number stamped on the {key} is", pools.item, pools.number(10000, 99999999)),
+    Fact(
+        "The secret code given to {key} reads {value}.",
+        "Which secret code was given to {key}?",
+        "The secret code given to {key} reads",
+        pools.word,
+        pools.number(1000000, 9999999),
+    ),
+    Fact(
+        "Note that the locker of {key} opens with {value}.",
+        "With which number does the locker of {key} open?",
+        "The locker of {key} opens with",
+        pools.name,
+        pools.number(1000, 999999),
+    ),
+    Fact(
+        "The serial number stamped on the {key} is {value}.",
+        "Which serial number is stamped on the {key}?",
+        "The serial number stamped on the {key} is",
+        pools.item,
+        pools.number(10000, 99999999),
+    ),
 )
 WORDS = (
     Fact("The password for {key} is {value}.", "What is the password for {key}?", "The password for {key} is", pools.word, pools.word),
-    Fact("Agents call the {key} by the name {value}.", "By which name do agents call the {key}?", "Agents call the {key} by the name", pools.item, pools.ship),
-    Fact("In this text {key} stands for {value}.", "What does {key} stand for in the text?", "In this text {key} stands for", pools.variable, pools.word),
+    Fact(
+        "Agents call the {key} by the name {value}.",
+        "By which name do agents call the {key}?",
+        "Agents call the {key} by the name",
+        pools.item,
+        pools.ship,
+    ),
+    Fact(
+        "In this text {key} stands for {value}.",
+        "What does {key} stand for in the text?",
+        "In this text {key} stands for",
+        pools.variable,
+        pools.word,
+    ),
 )
 PEOPLE = (
     Fact("{key} works as a {value}.", "What is the job of {key}?", "{key} works as a", pools.name, pools.job),
-    Fact("The favorite fruit of {key} is the {value}.", "Which fruit is the favorite of {key}?", "The favorite fruit of {key} is the", pools.name, pools.fruit),
-    Fact("Last week {key} bought a {value} bicycle.", "What color is the bicycle that {key} bought?", "The bicycle that {key} bought is", pools.name, pools.colour),
+    Fact(
+        "The favorite fruit of {key} is the {value}.",
+        "Which fruit is the favorite of {key}?",
+        "The favorite fruit of {key} is the",
+        pools.name,
+        pools.fruit,
+    ),
+    Fact(
+        "Last week {key} bought a {value} bicycle.",
+        "What color is the bicycle that {key} bought?",
+        "The bicycle that {key} bought is",
+        pools.name,
+        pools.colour,
+    ),
     Fact("{key} keeps a {value} at home.", "Which animal does {key} keep at home?", "At home {key} keeps a", pools.name, pools.animal),
-    Fact("Every evening {key} plays the {value}.", "Which instrument does {key} play?", "Every evening {key} plays the", pools.name, pools.instrument),
-    Fact("{key} is learning to speak {value}.", "Which language is {key} learning?", "{key} is learning to speak", pools.name, pools.language),
+    Fact(
+        "Every evening {key} plays the {value}.",
+        "Which instrument does {key} play?",
+        "Every evening {key} plays the",
+        pools.name,
+        pools.instrument,
+    ),
+    Fact(
+        "{key} is learning to speak {value}.", "Which language is {key} learning?", "{key} is learning to speak", pools.name, pools.language
+    ),
 )
 THINGS = (
-    Fact("The {key} in the hall is made of {value}.", "What is the {key} in the hall made of?", "The {key} in the hall is made of", pools.item, pools.metal),
-    Fact("The {key} was painted {value} by hand.", "In which color was the {key} painted?", "The {key} was painted", pools.item, pools.colour),
+    Fact(
+        "The {key} in the hall is made of {value}.",
+        "What is the {key} in the hall made of?",
+        "The {key} in the hall is made of",
+        pools.item,
+        pools.metal,
+    ),
+    Fact(
+        "The {key} was painted {value} by hand.", "In which color was the {key} painted?", "The {key} was painted", pools.item, pools.colour
+    ),
     Fact("The owner of the {key} is {value}.", "Who is the owner of the {key}?", "The owner of the {key} is", pools.item, pools.name),
-    Fact("The page about {key} was written by {value}.", "Who wrote the page about {key}?", "The page about {key} was written by", pools.word, pools.name),
+    Fact(
+        "The page about {key} was written by {value}.",
+        "Who wrote the page about {key}?",
+        "The page about {key} was written by",
+        pools.word,
+        pools.name,
+    ),
 )
 SETTINGS = (
     Fact("{key} = {value}.", "What is the value of {key}?", "{key} =", pools.variable, pools.number(10000, 99999)),
-    Fact("The option --{key} defaults to {value}.", "What does the option --{key} default to?", "The option --{key} defaults to", pools.word, pools.number(10, 9999)),
-    Fact("Set {key} to {value} before the program starts.", "To what is {key} set before the program starts?", "{key} is set to",
-         pools.variable, pools.pair(pools.word, "_", pools.word)),
+    Fact(
+        "The option --{key} defaults to {value}.",
+        "What does the option --{key} default to?",
+        "The option --{key} defaults to",
+        pools.word,
+        pools.number(10, 9999),
+    ),
+    Fact(
+        "Set {key} to {value} before the program starts.",
+        "To what is {key} set before the program starts?",
+        "{key} is set to",
+        pools.variable,
+        pools.pair(pools.word, "_", pools.word),
+    ),
 )
 
-CITIES = (Fact("{key} moved to the city of {value} last summer.", "Which city did {key} move to?", "{key} moved to the city of", pools.name, pools.city),)
-PRICES = (Fact("At the market a {key} costs {value} dollars.", "How many dollars does a {key} cost at the market?", "At the market a {key} costs",
-               pools.item, pools.number(12, 985)),)
+CITIES = (
+    Fact(
+        "{key} moved to the city of {value} last summer.",
+        "Which city did {key} move to?",
+        "{key} moved to the city of",
+        pools.name,
+        pools.city,
+    ),
+)
+PRICES = (
+    Fact(
+        "At the market a {key} costs {value} dollars.",
+        "How many dollars does a {key} cost at the market?",
+        "At the market a {key} costs",
+        pools.item,
+        pools.number(12, 985),
+    ),
+)
 DATES = (Fact("The {key} was held on {value}.", "On which day was the {key} held?", "The {key} was held on", pools.event, pools.date),)
-TOKENS = (Fact("The access token of {key} is {value}.", "What is the access token of {key}?", "The access token of {key} is",
-               pools.word, pools.identifier(6, 12)),)
-ROOMS = (Fact("The meeting about the {key} takes place in room {value}.", "In which room does the meeting about the {key} take place?",
-              "The meeting about the {key} takes place in room", pools.event, pools.number(100, 899)),)
-CARGO = (Fact("The {key} sailed with a load of {value}.", "With which load did the {key} sail?", "The {key} sailed with a load of", pools.ship, pools.food),)
+TOKENS = (
+    Fact(
+        "The access token of {key} is {value}.",
+        "What is the access token of {key}?",
+        "The access token of {key} is",
+        pools.word,
+        pools.identifier(6, 12),
+    ),
+)
+ROOMS = (
+    Fact(
+        "The meeting about the {key} takes place in room {value}.",
+        "In which room does the meeting about the {key} take place?",
+        "The meeting about the {key} takes place in room",
+        pools.event,
+        pools.number(100, 899),
+    ),
+)
+CARGO = (
+    Fact(
+        "The {key} sailed with a load of {value}.",
+        "With which load did the {key} sail?",
+        "The {key} sailed with a load of",
+        pools.ship,
+        pools.food,
+    ),
+)
 
 TRAIN_KINDS: dict[str, Build] = {
     "codes": facts("codes", CODES, (1, 2, 4)),

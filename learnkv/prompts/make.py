@@ -15,7 +15,7 @@ from learnkv.prompts.prompt import Prompt, Question, Tokenizer, encode
 def make(kinds: list[str], *, split: Split, count: int, num_tokens: int, tokenizer: Tokenizer, seed: int = 0) -> list[Prompt]:
     """`count` prompts, the kinds in turn, each context at most `num_tokens` tokens of `tokenizer` and close to it.
 
-    The i-th prompt depends on (seed, split, its kind, i, num_tokens) and the tokenizer only, so a longer run begins with a shorter one's prompts.
+    The i-th prompt depends on (seed, split, its kind, i, num_tokens) and the tokenizer only: a longer run begins with a shorter one's.
     Raises ValueError for an unknown kind or split, or a size below 64 tokens.
     """
     if split not in SPLITS:
@@ -38,19 +38,22 @@ def find_kind(kind: str) -> Build:
 
 
 def sized(build: Build, seed: str, split: Split, num_tokens: int, tokenizer: Tokenizer) -> Prompt:
-    """The prompt whose context comes closest to `num_tokens` tokens from below, found by its characters."""
+    """The prompt whose context comes close to `num_tokens` tokens from below, found by its characters."""
     num_chars, best = 4 * num_tokens, None
-    for _ in range(4):
-        prompt = build(Random(seed), split, num_chars)
+    for _ in range(TRIES):
+        prompt = build(Random(seed), split, max(0, num_chars))
         size = len(encode(tokenizer, prompt, prompt.questions[0]).context)
         if size <= num_tokens:
             best = prompt
             if size > 0.95 * num_tokens:
                 break
-        num_chars = int(num_chars * 0.98 * num_tokens / size)
+        num_chars += int((0.97 * num_tokens - size) * len(prompt.context) / size)
     if best is None:
-        raise ValueError(f"the facts of kind {prompt.kind} alone need {size} tokens; raise num_tokens={num_tokens}")
+        raise ValueError(f"the facts of kind {prompt.kind} need more than num_tokens={num_tokens}; the least found was {size}")
     return best
+
+
+TRIES = 8  # a passage ends with a sentence, so the size can't be hit at once
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
@@ -76,7 +79,9 @@ def from_record(path: Path, number: int, row: dict[str, object]) -> Prompt:
     """One record of a user's file as a Prompt; the answer's span is found when it occurs once."""
     for key in ("context", "question", "answer"):
         if not isinstance(row.get(key), str) or (key != "question" and not row[key]):
-            raise ValueError(f"{path}, record {number}: {key!r} is {row.get(key)!r}; every record needs the texts context, question and answer")
+            raise ValueError(
+                f"{path}, record {number}: {key!r} is {row.get(key)!r}; every record needs the texts context, question and answer"
+            )
     context, question, answer = (str(row[key]) for key in ("context", "question", "answer"))
     begin = context.find(answer.strip())
     span = (begin, begin + len(answer.strip())) if begin >= 0 and context.count(answer.strip()) == 1 else None

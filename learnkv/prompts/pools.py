@@ -73,28 +73,50 @@ name = one_of(
     "Kavita Leo Mona Nadia Olaf Petra Rafael Sofia Tomas Ursula Viktor Wanda Yusuf Zoe Amir Bella Carlos Diana Emil Fatima Gustav Hanna",
     "Igor Jana Kofi Lucia Mateo Naomi Omar Priya Ravi Selma Theo Uma Vera Walter Xenia Yara Anton Bruno Celia Doris Edgar Flora Gavin",
 )
-job = one_of("plumber teacher nurse pilot baker lawyer painter farmer sailor tailor dentist barber butcher carpenter florist gardener",
-             "judge librarian mechanic miner optician pharmacist potter printer surgeon welder waiter translator chemist cashier")
-fruit = one_of("apple mango banana cherry grape lemon melon peach plum orange papaya pear apricot fig kiwi lime coconut olive quince date",
-               "pineapple raspberry strawberry blueberry pomegranate tangerine")
+job = one_of(
+    "plumber teacher nurse pilot baker lawyer painter farmer sailor tailor dentist barber butcher carpenter florist gardener",
+    "judge librarian mechanic miner optician pharmacist potter printer surgeon welder waiter translator chemist cashier",
+)
+fruit = one_of(
+    "apple mango banana cherry grape lemon melon peach plum orange papaya pear apricot fig kiwi lime coconut olive quince date",
+    "pineapple raspberry strawberry blueberry pomegranate tangerine",
+)
 colour = one_of("red blue green yellow purple orange brown black white pink grey silver golden crimson turquoise violet beige maroon")
-animal = one_of("dog cat rabbit parrot hamster turtle goat pony ferret lizard snake canary duck goose donkey sheep pigeon spider frog",
-                "hedgehog squirrel owl falcon rat crow")
-instrument = one_of("piano violin cello flute trumpet guitar drum harp clarinet oboe trombone banjo accordion organ saxophone tuba lute",
-                    "mandolin bassoon viola ukulele")
-language = one_of("French German Spanish Italian Arabic Hindi Japanese Korean Polish Turkish Swedish Greek Dutch Danish Finnish Czech",
-                  "Hungarian Persian Thai Vietnamese Russian Swahili Hebrew Norwegian")
-city = one_of("Lisbon Oslo Cairo Quito Hanoi Perth Turin Lagos Dublin Vienna Prague Warsaw Athens Madrid Berlin Geneva Kyoto Lima Dakar",
-              "Boston Denver Montreal Santiago Nairobi Mumbai Bangkok Seoul Havana Tunis Riga Bergen Leipzig Naples Porto Seville Lyon")
-item = one_of("lamp kettle carpet mirror chair vase clock blanket basket ladder teapot candle curtain pillow drawer bucket hammer helmet",
-              "jacket lantern mattress necklace oven painting radio saddle scarf sofa suitcase telescope toaster trunk umbrella wallet")
-metal = one_of("copper iron zinc nickel lead cobalt titanium chromium tungsten lithium magnesium aluminium platinum mercury uranium",
-               "tin silver gold bronze brass steel")
-ship = one_of("Aurora Borealis Calypso Dauntless Endeavour Fortuna Galatea Halcyon Intrepid Juno Kestrel Leviathan Meteor Nautilus",
-              "Orion Pegasus Resolute Sirius Triton Undine Valkyrie Windward Zephyr Albatross Beagle Corsair Dolphin Esmeralda")
-event = one_of("harvest wedding concert auction parade regatta exhibition election tournament funeral banquet strike eclipse flood fire",
-               "treaty coronation inspection festival launch premiere referendum retreat summit voyage")
-food = one_of("bread butter cheese eggs flour garlic honey lentils milk mushrooms noodles onions pasta pepper potatoes rice salmon salt",
-              "spinach sugar tomatoes tuna vinegar yogurt beans bacon carrots celery cream ginger ham mustard oats parsley turkey walnuts")
+animal = one_of(
+    "dog cat rabbit parrot hamster turtle goat pony ferret lizard snake canary duck goose donkey sheep pigeon spider frog",
+    "hedgehog squirrel owl falcon rat crow",
+)
+instrument = one_of(
+    "piano violin cello flute trumpet guitar drum harp clarinet oboe trombone banjo accordion organ saxophone tuba lute",
+    "mandolin bassoon viola ukulele",
+)
+language = one_of(
+    "French German Spanish Italian Arabic Hindi Japanese Korean Polish Turkish Swedish Greek Dutch Danish Finnish Czech",
+    "Hungarian Persian Thai Vietnamese Russian Swahili Hebrew Norwegian",
+)
+city = one_of(
+    "Lisbon Oslo Cairo Quito Hanoi Perth Turin Lagos Dublin Vienna Prague Warsaw Athens Madrid Berlin Geneva Kyoto Lima Dakar",
+    "Boston Denver Montreal Santiago Nairobi Mumbai Bangkok Seoul Havana Tunis Riga Bergen Leipzig Naples Porto Seville Lyon",
+)
+item = one_of(
+    "lamp kettle carpet mirror chair vase clock blanket basket ladder teapot candle curtain pillow drawer bucket hammer helmet",
+    "jacket lantern mattress necklace oven painting radio saddle scarf sofa suitcase telescope toaster trunk umbrella wallet",
+)
+metal = one_of(
+    "copper iron zinc nickel lead cobalt titanium chromium tungsten lithium magnesium aluminium platinum mercury uranium",
+    "tin silver gold bronze brass steel",
+)
+ship = one_of(
+    "Aurora Borealis Calypso Dauntless Endeavour Fortuna Galatea Halcyon Intrepid Juno Kestrel Leviathan Meteor Nautilus",
+    "Orion Pegasus Resolute Sirius Triton Undine Valkyrie Windward Zephyr Albatross Beagle Corsair Dolphin Esmeralda",
+)
+event = one_of(
+    "harvest wedding concert auction parade regatta exhibition election tournament funeral banquet strike eclipse flood fire",
+    "treaty coronation inspection festival launch premiere referendum retreat summit voyage",
+)
+food = one_of(
+    "bread butter cheese eggs flour garlic honey lentils milk mushrooms noodles onions pasta pepper potatoes rice salmon salt",
+    "spinach sugar tomatoes tuna vinegar yogurt beans bacon carrots celery cream ginger ham mustard oats parsley turkey walnuts",
+)
+MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
 date = until_in_split(lambda rng: f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1700, 1999)}")
-MONTHS = "January February March April May June July August September October November December".split()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -63,13 +63,13 @@ class Encoded:
 
 
 class Tokenizer(Protocol):
-    """What we use of a transformers tokenizer."""
+    """What we use of a transformers tokenizer, whose own signatures are wider than can be said here."""
 
-    chat_template: str | None
+    chat_template: Any
 
-    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> dict: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool) -> str: ...
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def encode(tokenizer: Tokenizer, prompt: Prompt, question: Question) -> Encoded:
@@ -87,9 +87,11 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, question: Question) -> Encoded:
     begin = text.index(prompt.context)
     cut = begin + len(prompt.context)
     context = tokenizer(text[:cut], add_special_tokens=False, return_offsets_mapping=True)
-    ids = [torch.tensor(context["input_ids"])]
-    ids += [torch.tensor(tokenizer(part, add_special_tokens=False, return_offsets_mapping=False)["input_ids"]) for part in (text[cut:], question.answer)]
-    return Encoded(*ids, span=token_span(context["offset_mapping"], question.span, begin))
+    ids = [torch.tensor(context["input_ids"], dtype=torch.long)]
+    for part in (text[cut:], question.answer):
+        ids.append(torch.tensor(tokenizer(part, add_special_tokens=False, return_offsets_mapping=False)["input_ids"], dtype=torch.long))
+    span = token_span(context["offset_mapping"], question.span, begin)
+    return Encoded(ids[0], ids[1], ids[2], span)
 
 
 def token_span(offsets: list[tuple[int, int]], span: tuple[int, int] | None, shift: int) -> tuple[int, int] | None:

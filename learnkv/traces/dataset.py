@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from learnkv.models import BaseModel, PreTrainedModel
 from learnkv.traces.format import Trace, check_model, read_config, read_manifest, read_trace
 from learnkv.traces.measure import measure
-from learnkv.traces.targets import Future
+from learnkv.traces.targets import Future, OverQuestions
 
 
 class TraceDataset(Dataset[Trace]):
@@ -90,4 +90,11 @@ class TraceDataset(Dataset[Trace]):
 def recompute(trace: Trace, model: PreTrainedModel, settings: dict[str, object]) -> Trace:
     """What mode=ids left out, as mode=targets would have stored it; `settings` are the folder's."""
     # every response was recorded, so none is generated
-    return measure(model, trace, future=cast(Future, settings["future"]), max_new_tokens=0, cuts=cast(int, settings["cuts"]))
+    return measure(
+        model,
+        trace,
+        future=cast(Future, settings["future"]),
+        over_questions=cast(OverQuestions, settings["over_questions"]),
+        max_new_tokens=0,
+        cuts=cast(int, settings["cuts"]),
+    )

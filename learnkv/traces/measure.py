@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from learnkv.capture import Captured, capture, decoder_of
 from learnkv.models import PreTrainedModel
 from learnkv.traces.format import Trace
-from learnkv.traces.targets import TARGETS, Future, context_mass, cut_positions, future_rows, utility_cuts
+from learnkv.traces.targets import OVER_QUESTIONS, TARGETS, Future, OverQuestions, context_mass, cut_positions, future_rows, utility_cuts
 
 WINDOW = 32  # last queries of the context that every trace keeps, so that SnapKV and TOVA can be compared without a model
 
@@ -24,16 +24,19 @@ def measure(
     *,
     future: Future,
     max_new_tokens: int,
+    over_questions: OverQuestions = "sum",
     cuts: int = 0,
     full: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Trace:
     """The trace of a bare one (token ids only), with everything that comes from the model.
 
-    The context runs once; each continuation runs over a copy of its cache, and the targets are sums over the continuations.
+    The context runs once; each continuation runs over a copy of its cache.
 
     future          whose attention is the utility, see `targets.future_rows`
     max_new_tokens  of a response that future=response wants and the trace lacks
+    over_questions  targets are sums over the continuations, or the largest of them: then what one asks for alone weighs as much as
+                    what every one looks at
     cuts            how many earlier ends of the context get a utility too, drawn by the trace's id
     full            all queries and the hidden states too
     dtype           of stored keys, values, queries and hidden states; mass and targets are float32
@@ -46,7 +49,7 @@ def measure(
         keys, values = [cache.layers[i].keys for i in layers], [cache.layers[i].values for i in layers]
         if future == "response":
             bare = answered(model, bare, cache, logits, max_new_tokens)
-        targets = future_targets(model, cache, bare, future, scales, taken)
+        targets = future_targets(model, cache, bare, future, over_questions, scales, taken)
     if cuts:
         at = targets["cut_positions"] = cut_positions(n, cuts, seed=int(bare.id, 16) % 2**63)
         per_layer = zip(queries, keys, targets["utility"], scales, strict=True)
@@ -64,18 +67,25 @@ def measure(
 
 
 def future_targets(
-    model: PreTrainedModel, cache: object, bare: Trace, future: Future, scales: list[float], taken: Captured
+    model: PreTrainedModel,
+    cache: object,
+    bare: Trace,
+    future: Future,
+    over_questions: OverQuestions,
+    scales: list[float],
+    taken: Captured,
 ) -> dict[str, Tensor]:
-    """{target: [layers, H, n] float32}, summed over the continuations; `cache` holds the context and is left as it was."""
+    """{target: [layers, H, n] float32} over all continuations; `cache` holds the context and is left as it was."""
     layers, n = evictable_layers(model), len(bare.ids)
-    sums: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for asked in bare.questions:
         rows, first = future_rows(asked, future)
         after = run(model, rows, copy.deepcopy(cache))[0]
         for name, target in TARGETS.items():
             of_layer = [target(taken.queries[i][:, :, first:], after.layers[i].keys, n, s) for i, s in zip(layers, scales, strict=True)]
-            sums[name] = sums.get(name, 0) + torch.cat(of_layer)
-    return sums
+            new = torch.cat(of_layer)
+            found[name] = OVER_QUESTIONS[over_questions](found[name], new) if name in found else new
+    return found
 
 
 def run(model: PreTrainedModel, ids: Tensor, cache: object = None) -> tuple:

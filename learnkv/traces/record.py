@@ -28,7 +28,7 @@ from learnkv.traces import format
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Continuation, Trace, TraceConfig
 from learnkv.traces.measure import WINDOW, measure, respond
-from learnkv.traces.targets import TARGETS, Future
+from learnkv.traces.targets import TARGETS, Future, OverQuestions
 
 PARTS = "parts"  # traces that wait to be packed into a shard, one file each
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,6 +50,7 @@ class RecordSettings:
     future: Future = (
         "question_answer"  # whose attention is the utility: question_answer, answer (its rows alone), response (the model's own)
     )
+    over_questions: OverQuestions = "sum"  # of one context's several questions: their utilities added, or the largest of them
     max_new_tokens: int = 64  # length of the model's own response, for future=response
     cuts: int = 0  # earlier ends of the context that get a utility too (arXiv:2602.10238, Alg. 1)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the model while it is recorded
@@ -63,7 +64,14 @@ class RecordSettings:
     def content(self) -> dict[str, object]:
         """What decides the content of a trace, given its prompt and model: recipes that agree here share traces."""
         response: dict[str, object] = {"max_new_tokens": self.max_new_tokens} if self.future == "response" else {}
-        return response | {"mode": self.mode, "future": self.future, "cuts": self.cuts, "dtype": self.dtype, "targets": list(TARGETS)}
+        return response | {
+            "mode": self.mode,
+            "future": self.future,
+            "over_questions": self.over_questions,
+            "cuts": self.cuts,
+            "dtype": self.dtype,
+            "targets": list(TARGETS),
+        }
 
 
 # ---- which prompts, and where
@@ -258,7 +266,15 @@ def record_one(model: PreTrainedModel, job: Trace, settings: RecordSettings) -> 
     if settings.mode == "ids":
         return respond(model, job, settings.max_new_tokens) if settings.future == "response" else job
     full = settings.mode == "full"
-    return measure(model, job, future=settings.future, max_new_tokens=settings.max_new_tokens, cuts=settings.cuts, full=full)
+    return measure(
+        model,
+        job,
+        future=settings.future,
+        over_questions=settings.over_questions,
+        max_new_tokens=settings.max_new_tokens,
+        cuts=settings.cuts,
+        full=full,
+    )
 
 
 class Packer:

@@ -13,6 +13,7 @@ from learnkv import ops
 from learnkv.traces.format import Continuation
 
 Future = Literal["question_answer", "answer", "response"]
+OverQuestions = Literal["sum", "max"]
 ROWS = 64  # context rows at once: a block then skips the keys after its last row, and fits a core's cache
 
 
@@ -40,6 +41,7 @@ def utility(queries: Tensor, keys: Tensor, num_tokens: int, scale: float) -> Ten
     return mass_of_rows(queries, keys, range(S - T, S), scale, "max")[..., :num_tokens]
 
 
+OVER_QUESTIONS: dict[OverQuestions, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
 TARGETS: dict[str, Callable[[Tensor, Tensor, int, float], Tensor]] = {"utility": utility}
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from learnkv.gates.base import Batch, Gate
-from learnkv.gates.ranking import reward_of
+from learnkv.gates.ranking import PROTECTED, reward_of
 from learnkv.traces.dataset import TraceDataset
 from learnkv.training.settings import TrainSettings
 from learnkv.training.steps import Steps
@@ -108,7 +108,7 @@ class HeldOut(Callback):
         total = torch.zeros(shape, device=module.device)
         for trace in (self.traces[i] for i in own):
             scores = module.averaged.score_trace(trace)
-            total += reward_of(scores, trace.targets["utility"].to(scores.device))
+            total += reward_of(scores, trace.targets["utility"].to(scores.device), num_sinks=PROTECTED[0], num_recent=PROTECTED[1])
         summed = cast(Tensor, module.trainer.strategy.reduce(total, reduce_op="sum"))
         return summed / len(self.traces)
 
