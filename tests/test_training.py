@@ -200,7 +200,7 @@ def run_processes(count: int, traces: Path, run: Path, **changes: object) -> Non
     script.write_text(RUN)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, str(script), str(traces), str(run), repr(changes)], cwd=ROOT, env=environment, check=True, timeout=300)
+    subprocess.run([*launcher, str(script), str(traces), str(run), repr(changes)], cwd=ROOT, env=environment, check=True, timeout=900)
 
 
 @pytest.mark.slow
@@ -238,14 +238,14 @@ def finished_in(*arguments: object) -> float:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-@pytest.mark.parametrize(("steps", "saves", "window"), [(100, 1, (0.1, 0.95)), (12, 30, (0.4, 0.95))], ids=["training", "final save"])
+@pytest.mark.parametrize(("steps", "saves", "window"), [(100, 1, (0.1, 0.95)), (12, 10, (0.4, 0.95))], ids=["training", "final save"])
 def test_killed_ten_times_the_next_run_equals_an_uninterrupted_one(traces, tmp_path, steps, saves, window):
     changes = {"steps": steps, "save_every": 10, "eval_every": 50}
     whole = finished_in(str(traces.folder), str(tmp_path / "whole"), changes, saves)
     rng = random.Random(steps)
     for _ in range(10):
         process = started(str(traces.folder), str(tmp_path / "killed"), changes, saves)
-        time.sleep(whole * rng.uniform(*window))
+        process.join(whole * rng.uniform(*window))  # a machine that got faster finishes before
         process.kill()
         process.join()
         if (tmp_path / "killed" / WEIGHTS).exists():
