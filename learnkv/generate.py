@@ -22,7 +22,7 @@ from learnkv.budgets import resolve
 from learnkv.checkpoint import load_gate
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import budget_of
-from learnkv.models import PreTrainedModel, load_model
+from learnkv.models import PreTrainedModel, PreTrainedTokenizerBase, load_model
 from learnkv.policy import Policy
 from learnkv.prompts import Prompt, Question, encode, make
 from learnkv.prompts.prompt import Tokenizer
@@ -84,7 +84,7 @@ def run(command: GenerateCommand) -> None:
     print("\nnext: python -m learnkv.evaluate recipe=compare")
 
 
-def text_of(tokenizer: Tokenizer, ids: Tensor) -> str:
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 

@@ -258,7 +258,8 @@ def test_folders_that_match_are_training_runs_of_one_line(model, tokenizer, gate
 def test_quick_table_shows_the_gate_beside_the_controls_and_heuristics(model, tokenizer, gate):
     table = quick_table(model, tokenizer, [short_prompt(), short_prompt(1)], gate, [0.3, 0.5])
     lines = [line.split("  ")[0] for line in table.splitlines()]
-    assert lines == ["method", "full cache", "kvp", "random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"]
+    heuristics = ["random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o", "kvzip", "keep_digits"]
+    assert lines == ["method", "full cache", "kvp+uniform", "kvp+adaptive_global", *heuristics]
 
 
 # ---- refusals

@@ -119,8 +119,9 @@ def compare(
 
 
 def quick_table(model: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt], gate: Gate, budgets: Sequence[float]) -> str:
-    """A gate beside the full cache, random, the oracle and the heuristics of the papers, as a text table; nothing is written."""
-    contenders = [gate_contender(gate, run="", line=gate.METHOD), *contenders_of(QUICK, model, tokenizer)]
+    """A gate beside the full cache, random, the oracle, heuristics and a lexical rule, as a text table; nothing is written."""
+    own = [gate_contender(gate, run="", line=f"{gate.METHOD}+{rule}", allocator=rule) for rule in ("uniform", "adaptive_global")]
+    contenders = [*own, *contenders_of([*QUICK, "kvzip", "keep_digits"], model, tokenizer)]
     return text_table(summarise(compare(model, tokenizer, prompts, plan(contenders, budgets))))
 
 

@@ -1,6 +1,7 @@
 """The kinds of prompts: facts hidden in text and asked for afterwards, chains, records, and plain continuation.
 
-Every sentence here is our own.  TRAIN_KINDS make training traces; HELDOUT_KINDS are never trained on and choose no setting.
+Every sentence here is our own.  TRAIN_KINDS make training traces; HELDOUT_KINDS are never trained on and choose no setting; IDENTIFIER_KINDS are needles graded
+by length, which the bundled model itself often cannot repeat.
 """
 
 from __future__ import annotations
@@ -329,15 +330,6 @@ PRICES = (
     ),
 )
 DATES = (Fact("The {key} was held on {value}.", "On which day was the {key} held?", "The {key} was held on", pools.event, pools.date),)
-TOKENS = (
-    Fact(
-        "The access token of {key} is {value}.",
-        "What is the access token of {key}?",
-        "The access token of {key} is",
-        pools.word,
-        pools.identifier(6, 12),
-    ),
-)
 ROOMS = (
     Fact(
         "The meeting about the {key} takes place in room {value}.",
@@ -357,6 +349,18 @@ CARGO = (
     ),
 )
 
+
+def access_token(length: int) -> Fact:
+    """A random identifier of `length` characters: nothing around it looks like it."""
+    return Fact(
+        "The access token of {key} is {value}.",
+        "What is the access token of {key}?",
+        "The access token of {key} is",
+        pools.word,
+        pools.identifier(length),
+    )
+
+
 TRAIN_KINDS: dict[str, Build] = {
     "codes": facts("codes", CODES, (1, 2, 4)),
     "passwords": facts("passwords", WORDS, (1, 2, 3)),
@@ -375,10 +379,12 @@ HELDOUT_KINDS: dict[str, Build] = {
     "cities": facts("cities", CITIES, (3,)),
     "prices": facts("prices", PRICES, (3,)),
     "dates": facts("dates", DATES, (2,)),
-    "tokens": facts("tokens", TOKENS, (1,)),
     "rooms": facts("rooms", ROOMS, (3,)),
     "cargo": facts("cargo", CARGO, (3,)),
     "roll_call": roll_call,
     "shopping": shopping,
 }
-KINDS: dict[str, Build] = TRAIN_KINDS | HELDOUT_KINDS
+IDENTIFIER_KINDS: dict[str, Build] = {
+    f"tokens_{length}": facts(f"tokens_{length}", (access_token(length),), (1,)) for length in (6, 12, 24, 36)
+}
+KINDS: dict[str, Build] = TRAIN_KINDS | HELDOUT_KINDS | IDENTIFIER_KINDS

@@ -42,9 +42,9 @@ def number(low: int, high: int) -> Pool:
     return until_in_split(lambda rng: str(rng.randint(low, high)))
 
 
-def identifier(low: int, high: int) -> Pool:
-    """Random lower-case letters and digits, `low` to `high` characters."""
-    return until_in_split(lambda rng: "".join(rng.choices(ascii_lowercase + digits, k=rng.randint(low, high))))
+def identifier(length: int) -> Pool:
+    """Random lower-case letters and digits."""
+    return until_in_split(lambda rng: "".join(rng.choices(ascii_lowercase + digits, k=length)))
 
 
 @cache
