@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from learnkv import config
@@ -60,7 +60,8 @@ def save_gate(gate: Gate, folder: Path, recipe: dict[str, object]) -> None:
     card = Card(gate.METHOD, gate.knobs(), gate.base, recipe, weights_sha(tensors))
     text = json.dumps(asdict(card), indent=2, sort_keys=True) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / WEIGHTS, lambda to: save_file(tensors, to, metadata={"card": text}))
+    content = save(tensors, {"card": text})  # not save_file, as in write_shard
+    write_atomically(folder / WEIGHTS, lambda to: to.write_bytes(content))
     write_atomically(folder / CARD, lambda to: to.write_text(text))
 
 
@@ -135,12 +136,11 @@ def parse_card(text: str, path: Path) -> Card:
     try:
         values = json.loads(text)
         found = values["format_version"]
-        card = Card(**values | {"base_model": BaseModel(**values["base_model"])})
+        if found != FORMAT_VERSION:  # its keys may be others
+            raise ValueError(f"{path} has format_version {found}, this learnkv reads {FORMAT_VERSION}; train again")
+        return Card(**values | {"base_model": BaseModel(**values["base_model"])})
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is truncated or was edited ({error!r}); {AGAIN}") from error
-    if found != FORMAT_VERSION:
-        raise ValueError(f"{path} has format_version {found}, this learnkv reads {FORMAT_VERSION}; train again")
-    return card
 
 
 def weights_sha(tensors: dict[str, Tensor]) -> str:

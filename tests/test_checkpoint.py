@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,12 @@ def test_saving_the_same_gate_twice_writes_the_same_bytes(folder, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
 
 
+def test_a_saved_gate_is_as_readable_as_any_file(folder):
+    (folder / "plain").write_text("")
+    modes = {(folder / name).stat().st_mode for name in (CARD, WEIGHTS, "plain")}
+    assert len(modes) == 1
+
+
 def test_card_says_what_the_gate_is(folder):
     card = json.loads((folder / CARD).read_text())
     assert (card["format_version"], card["method"], card["recipe"]) == (1, "kvp", RECIPE)
@@ -67,7 +74,7 @@ def test_a_failed_save_leaves_the_old_gate_and_no_scraps(folder, monkeypatch):
         raise OSError(28, "No space left on device", str(folder / WEIGHTS))
 
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr("learnkv.checkpoint.save_file", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
         save_gate(made_gate(seed=1), folder, RECIPE)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -99,6 +106,7 @@ def test_an_edited_weight_is_noticed(folder):
         (lambda text: text.replace('"method": "kvp"', '"method": "kvq"'), "method differs"),
         (lambda text: text.replace('"format_version": 1', '"format_version": 7'), "format_version 7, this learnkv reads 1"),
         (lambda text: text.replace('"method"', '"methods"'), "truncated or was edited"),
+        (lambda text: '{"format_version": 2, "kind": "kvp"}', "format_version 2, this learnkv reads 1"),
     ],
 )
 def test_an_edited_card_is_noticed(folder, edit, says):

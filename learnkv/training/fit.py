@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -90,7 +91,9 @@ class WholeCheckpoints(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict, path: str | Path, storage_options: object = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(path), lambda to: torch.save(checkpoint, to))
+        content = io.BytesIO()  # torch.save to a full disk is a RuntimeError
+        torch.save(checkpoint, content)
+        write_atomically(Path(path), lambda to: to.write_bytes(content.getbuffer()))
 
     def load_checkpoint(self, path: str | Path, map_location: object = None, weights_only: bool | None = None) -> dict:
         try:
