@@ -126,6 +126,16 @@ def test_reward_of_scores_ignores_padding():
     assert torch.allclose(normalised_reward(padded, items), alone)
 
 
+@pytest.mark.parametrize("n", [1, 4, 20, 21])
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "plackett_luce_batch"])
+def test_contexts_that_are_protected_as_a_whole_have_a_loss(loss, n):
+    gate = made_gate(replace(SMALL, loss=loss, num_sinks=4, num_recent=16))
+    found = gate.loss(batch_of(made_trace(n)))
+    found["loss"].backward()
+    assert found["loss"].isfinite() and all(p.grad.isfinite().all() for p in gate.parameters())
+    assert reward_of(torch.rand(2, 2, n), torch.rand(2, 2, n), num_sinks=4, num_recent=16).isfinite().all()
+
+
 @pytest.mark.parametrize("permutations", [0, 1])
 def test_too_few_permutations_are_refused(permutations):
     with pytest.raises(ValueError, match="2 or more"):

@@ -41,11 +41,11 @@ def batch_of(*traces: Trace, seed: int = 0, step: int = 0) -> Batch:
 
 
 def made_folder(folder: Path, *, train: int = 6, heldout: int = 2) -> TraceDataset:
-    """Traces of 20 and more tokens, as record writes them."""
+    """Traces of 40 and more tokens, as record writes them."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", train), ("heldout", heldout)):
         for i in range(count):
-            format.write_trace(folder / f"traces-00-{split}{i:03d}.safetensors", made_trace(20 + 3 * i, i, split=split))
+            format.write_trace(folder / f"traces-00-{split}{i:03d}.safetensors", made_trace(40 + 3 * i, i, split=split))
     format.write_config(folder, TraceConfig(BASE, {}, RecordSettings().content()))
     format.write_manifest(folder)
     return TraceDataset(folder)

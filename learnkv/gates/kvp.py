@@ -130,8 +130,8 @@ class KVP(Gate):
         """(loss, reward), both [l, H, B], of a run of layers."""
         config = self.config
         features, items = trace_features(batch.traces, layers, self.device), trace_items(batch, layers, self.device)
-        scores = self(features, layers).view(items.utility.shape)[..., config.num_sinks :]
-        return LOSSES[config.loss](scores, unprotected(items, config.num_sinks, config.num_recent), config.permutations)
+        scores = self(features, layers).view(items.utility.shape)
+        return LOSSES[config.loss](*unprotected(scores, items, config.num_sinks, config.num_recent), config.permutations)
 
     def recomputed_loss(self, batch: Batch, layers: slice) -> tuple[Tensor, Tensor]:
         """`layers_loss` that keeps no activations: they are computed again when the gradient is."""

@@ -173,18 +173,19 @@ def reward_of(scores: Tensor, utility: Tensor, *, num_sinks: int = 0, num_recent
     num_sinks, num_recent  first and last tokens that a policy keeps anyway; their order says nothing and is left out
     """
     length = torch.tensor([scores.shape[-1]], device=scores.device)
-    items = unprotected(Items(utility.float()[:, :, None], length, Batch((), seed=0, step=0)), num_sinks, num_recent)
-    return normalised_reward(scores.float()[:, :, None, num_sinks:], items)[..., 0]
+    items = Items(utility.float()[:, :, None], length, Batch((), seed=0, step=0))
+    return normalised_reward(*unprotected(scores.float()[:, :, None], items, num_sinks, num_recent))[..., 0]
 
 
-def unprotected(items: Items, num_sinks: int, num_recent: int) -> Items:
-    """The items without what a policy keeps anyway; scores lose their first `num_sinks` columns with them.
+def unprotected(scores: Tensor, items: Items, num_sinks: int, num_recent: int) -> tuple[Tensor, Items]:
+    """Scores [l, H, B, n] and items without what a policy keeps anyway.
 
     Of a context that is protected as a whole one token is left, which any order ranks alike.
     """
+    first = min(num_sinks, scores.shape[-1] - 1)
     lengths = (items.lengths - num_sinks - num_recent).clamp(min=1)
-    rest = replace(items, utility=items.utility[..., num_sinks:], lengths=lengths)
-    return replace(rest, utility=rest.utility.masked_fill(~rest.filled, 0))
+    rest = replace(items, utility=items.utility[..., first:], lengths=lengths)
+    return scores[..., first:], replace(rest, utility=rest.utility.masked_fill(~rest.filled, 0))
 
 
 def standardised(reward: Tensor, dim: int) -> Tensor:
