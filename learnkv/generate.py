@@ -39,7 +39,7 @@ class GenerateCommand:
     recipe: str = ""  # a .yaml file with these keys, or none
     model: str = "smollm2-135m"  # bundled name, hub id or folder
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of model and cache
-    method: str = "kvp"  # as in evaluate.methods: snapkv, "snapkv(window=16)+adaptive", kvp:checkpoints/runs/kvp
+    method: str = "kvp"  # as in evaluate.methods: snapkv, "snapkv(kernel_size=5)+adaptive", kvp:checkpoints/runs/kvp
     gate: str = ""  # folder of a gate, instead of `method`
     budget: float = 0.2  # below 1 the fraction of the context that stays, else tokens per KV head
     num_sinks: int = 4  # first tokens that always stay
@@ -120,7 +120,10 @@ def policy_of(command: GenerateCommand, model: PreTrainedModel, tokenizer: Token
 
 
 def tokens_of(prompt: Prompt, command: GenerateCommand, model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """(context [n], question [m]) int64; refused where the answer would not fit the model's positions."""
+    """(context [n], question [m]) int64; refused where the answer would not fit the model's positions.
+
+    A question without tokens borrows the context's last one: generation needs a token to start from.
+    """
     encoded = encode(tokenizer, prompt, prompt.questions[0])
     total = len(encoded.context) + len(encoded.question) + command.max_new_tokens
     most = model.config.get_text_config().max_position_embeddings
@@ -129,7 +132,9 @@ def tokens_of(prompt: Prompt, command: GenerateCommand, model: PreTrainedModel, 
         raise ValueError(f"{size}, but {command.model} has {most} positions; shorten the context")
     if len(encoded.context) < 2:
         raise ValueError(f"the context is {len(encoded.context)} token(s); there is nothing to evict from fewer than 2")
-    return encoded.context.to(model.device), encoded.question.long().to(model.device)
+    end = len(encoded.context) - (len(encoded.question) == 0)
+    question = torch.cat([encoded.context[end:], encoded.question])
+    return encoded.context[:end].to(model.device), question.long().to(model.device)
 
 
 def report(command: GenerateCommand, policy: Policy, context: Tensor, cache: EvictionCache, full: EvictionCache) -> None:

@@ -55,9 +55,10 @@ def test_a_budget_for_everything_is_said_once_and_gives_the_full_caches_answer(a
     assert answers[0] == answers[1]
 
 
-def test_the_full_caches_answer_is_plain_generations(folder):
+@pytest.mark.parametrize("question", ["when?", ""])
+def test_the_full_caches_answer_is_plain_generations(folder, question):
     model, tokenizer = load_model(str(folder))
-    command = generate.GenerateCommand(prompt=CONTEXT, question="when?", max_new_tokens=8)
+    command = generate.GenerateCommand(prompt=CONTEXT, question=question, max_new_tokens=8)
     context, question = generate.tokens_of(generate.own_prompt(command), command, model, tokenizer)
     with attach(model):
         cache, _ = generate.prefill_many(model, context[None], [None, None])
