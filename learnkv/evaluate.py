@@ -36,7 +36,7 @@ class EvaluateCommand:
     recipe: str = "compare"  # a shipped recipe, or a .yaml file
     model: str = "smollm2-135m"  # bundled name, hub id or folder
     method: str = ""  # one method instead of evaluate.methods
-    budget: float = 0.0  # one budget instead of evaluate.budgets
+    budget: float | None = None  # one budget instead of evaluate.budgets
     gate: str = ""  # folder of a gate, instead of evaluate.methods or beside `method`
     prompts: str = ""  # your own prompts: JSONL with context, question, answer, or plain text
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
@@ -67,7 +67,7 @@ def settings_of(command: EvaluateCommand) -> EvaluateSettings:
     if command.gate:
         named.append(f"{load_gate(command.gate).METHOD}:{command.gate}")
     settings = replace(settings, methods=named or settings.methods, choose="" if named else settings.choose)
-    return replace(settings, budgets=[command.budget]) if command.budget else settings
+    return replace(settings, budgets=[command.budget]) if command.budget is not None else settings
 
 
 def prompts_of(command: EvaluateCommand, settings: EvaluateSettings, tokenizer: Tokenizer) -> list[Prompt]:

@@ -35,6 +35,10 @@ class Policy:
     interval: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("num_sinks", "num_recent", "interval"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is no whole number; give one")
         if self.num_sinks < 0 or self.num_recent < 0:
             raise ValueError(f"num_sinks={self.num_sinks} and num_recent={self.num_recent} count tokens; give 0 or more")
         if self.interval < 1:

@@ -82,6 +82,12 @@ def test_settings_chosen_on_a_development_run_are_run(folder, tmp_path, capsys):
     [
         ("method=snapvk", "nearest: snapkv"),
         ("budget=-3", "budget=-3 is neither"),
+        ("method=random budget=0", "budget=0 is neither"),
+        ("method=random budget=inf", "budget=inf is neither"),
+        ("method=snapkv(budget=64)", "budget is no knob of a method"),
+        ("method=snapkv(num_recent=many)", "num_recent='many' is no whole number"),
+        ("evaluate.count=0", "evaluate.count=0 is below 1"),
+        ("evaluate.budgets=[]", "evaluate.budgets is empty"),
         ("evaluate.methods=random budget=7", "budget=7 is smaller than num_sinks + num_recent = 20"),
         ("gate=nowhere", "nowhere"),
         ("evaluate.split=dve", "dve"),
@@ -100,7 +106,7 @@ def test_mistake_is_one_line_and_exit_2(folder, tmp_path, capsys, argument, said
 
 
 def test_shipped_recipes_name_methods_and_kinds_that_exist():
-    for recipe in ("compare", "compare_dev"):
+    for recipe in ("compare", "compare_dev", "compare_trained"):
         settings = config.load([f"recipe={recipe}"], EvaluateCommand).evaluate
         assert [parse_entry(text, [*METHODS, *GATES]) for text in settings.methods]
         assert set(settings.kinds) <= set(KINDS) and settings.kinds

@@ -52,6 +52,14 @@ class EvaluateSettings:
     choose: str = ""  # rows of a development run: each heuristic in it also runs with its best settings and allocator
     out: str = "data/comparisons/compare"  # folder of rows, tables and plot
 
+    def __post_init__(self) -> None:
+        for name, least in (("count", 1), ("questions", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"evaluate.{name}={getattr(self, name)} is below {least}; give {least} or more")
+        for name in ("budgets", "num_tokens"):
+            if not getattr(self, name):
+                raise ValueError(f"evaluate.{name} is empty, so there is nothing to compare; give one or more")
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -89,6 +89,9 @@ def control(entry: Entry, num_sinks: int, num_recent: int) -> Contender:
 
 def heuristic(entry: Entry, tokenizer: Tokenizer, num_sinks: int, num_recent: int) -> Policy:
     """The policy that METHODS makes of the entry's knobs, at a budget to be replaced."""
+    elsewhere = {"budget", "allocate", "tokenizer"} & dict(entry.knobs).keys()
+    if elsewhere:
+        raise ValueError(f"method {entry}: {', '.join(sorted(elsewhere))} is no knob of a method; budgets have keys, allocators follow a +")
     knobs: dict[str, object] = {"num_sinks": num_sinks, "num_recent": num_recent, **dict(entry.knobs)}
     if "tokenizer" in METHODS[entry.name].requires:
         knobs["tokenizer"] = tokenizer

@@ -1,4 +1,4 @@
-"""How a method is named in a comparison: `snapkv`, `snapkv(window=16 kernel=5)+adaptive`, `kvp+adaptive_global:checkpoints/kvp-seed*`."""
+"""How a method is named in a comparison: `snapkv`, `snapkv(kernel_size=5)+adaptive`, `kvp+adaptive_global:checkpoints/kvp-seed*`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def method(self) -> str:
-        """The entry without its path: `snapkv(window=16)+adaptive`; knobs in alphabetical order."""
+        """The entry without its path: `snapkv(kernel_size=5)+adaptive`; knobs in alphabetical order."""
         knobs = " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in sorted(self.knobs))
         return self.name + (f"({knobs})" if knobs else "") + (f"+{self.allocator}" if self.allocator else "")
 
@@ -67,12 +67,12 @@ def parse_entry(text: str, names: list[str]) -> Entry:
 
 
 def parse_knobs(text: str, knobs: str) -> tuple[tuple[str, Knob], ...]:
-    """`window=16 kernel=5` as pairs; values as YAML reads them."""
+    """`kernel_size=5 pooling=mean` as pairs; values as YAML reads them."""
     pairs: dict[str, Knob] = {}
     for part in knobs.split():
         key, equals, value = part.partition("=")
         if not (key.isidentifier() and equals and value) or "," in part:
-            raise ValueError(f"method {text!r}: {part!r} is not knob=value; separate knobs by spaces, as in snapkv(window=16 kernel=5)")
+            raise ValueError(f"method {text!r}: {part!r} is not knob=value; separate knobs by spaces: snapkv(kernel_size=5 pooling=mean)")
         if key in pairs:
             raise ValueError(f"method {text!r} gives {key} twice")
         pairs[key] = parse_value(text, value)

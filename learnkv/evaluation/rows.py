@@ -22,7 +22,7 @@ class Cell:
     prompt, kind, split, question    the prompt's id, generator and side; which of its questions
     num_tokens                       tokens of the context, which is what may be evicted
     line                             the line of the table that the row belongs to
-    method, scorer, allocator        `snapkv(window=16)+adaptive`, `snapkv`, `adaptive`
+    method, scorer, allocator        `snapkv(kernel_size=5)+adaptive`, `snapkv`, `adaptive`
     run, gate                        folder and hash of a gate, "" for a method without weights; several runs of a line are training seeds
     budget, budget_form              a fraction of the context ("ratio") or tokens per KV head ("tokens")
     question_in_prefix               whether the question was there when tokens were evicted
@@ -92,7 +92,7 @@ def budget_of(value: float) -> int | Ratio:
     """A budget as it is typed: 0.1 is a fraction of the context, 64 is tokens per KV head."""
     if 0 < value < 1:
         return Ratio(value)
-    if value < 1 or value != int(value):
+    if not (math.isfinite(value) and value >= 1 and value == int(value)):
         raise ValueError(f"budget={value:g} is neither a whole number of tokens per KV head nor a fraction between 0 and 1")
     return int(value)
 
