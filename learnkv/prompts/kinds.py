@@ -1,7 +1,7 @@
 """The kinds of prompts: facts hidden in text and asked for afterwards, chains, records, and plain continuation.
 
-Every sentence here is our own.  TRAIN_KINDS make training traces; HELDOUT_KINDS are never trained on and choose no setting; IDENTIFIER_KINDS are needles graded
-by length, which the bundled model itself often cannot repeat.
+Every sentence here is our own.  TRAIN_KINDS make training traces; HELDOUT_KINDS are never trained on and choose no setting;
+IDENTIFIER_KINDS are needles graded by length, which the bundled model itself often cannot repeat.
 """
 
 from __future__ import annotations

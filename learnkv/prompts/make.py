@@ -68,6 +68,8 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
+    if not path.read_bytes().strip():  # datasets ends in a StopIteration there
+        raise ValueError(f"{path} is empty; write one object with context, question, answer per line")
     try:
         rows = load_dataset("json", data_files=str(path), split="train")
     except (DatasetGenerationError, json.JSONDecodeError) as error:
@@ -91,7 +93,10 @@ def from_record(path: Path, number: int, row: dict[str, object]) -> Prompt:
 
 def continue_text(path: Path) -> Prompt:
     """A plain text file as a prompt whose answer is the file's last tenth, 400 characters at most."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error})") from error
     cut = max(len(text) - max(1, min(400, len(text) // 10)), 0)
     if cut == 0:
         raise ValueError(f"{path} holds {len(text)} characters; a prompt needs a context and something after it")
