@@ -70,6 +70,7 @@ def run(command: TrainCommand) -> None:
         open_run(command, folder)
     model, tokenizer = load_model(command.model, DTYPES[command.record.dtype])
     asked = make_prompts(command.record, tokenizer, command.prompts)
+    refuse_one_sided(asked)
     traces = record_missing(command, model, tokenizer, asked)
     gate = train(command, gate_config, traces, folder)
     if place()[0] == 0:
@@ -113,7 +114,10 @@ def open_run(command: TrainCommand, folder: Path) -> None:
 
 
 def refuse_other_recipe(path: Path, wanted: dict[str, Any]) -> None:
-    found = yaml.safe_load(path.read_text())
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        found = None
     if not isinstance(found, dict):
         raise ValueError(f"{path} is truncated or was edited; resume=never starts over")
     there, asked = flat(found), flat(wanted)
@@ -121,6 +125,16 @@ def refuse_other_recipe(path: Path, wanted: dict[str, Any]) -> None:
         if there.get(key) != asked[key]:
             raise ValueError(
                 f"{path} has {key}={there.get(key)}, this run {key}={asked[key]}; give another name=..., or resume=never to start over"
+            )
+
+
+def refuse_one_sided(asked: list[Prompt]) -> None:
+    """Said before an hour of recording, not after it."""
+    for split in ("train", "heldout"):
+        if all(prompt.split != split for prompt in asked):
+            raise ValueError(
+                f"none of the {len(asked)} prompts is of the {split} side, and training needs both: give record.train and record.heldout "
+                "1 or more, or 10 or more prompts of your own, of which every tenth is held out"
             )
 
 
