@@ -28,7 +28,7 @@ from learnkv.names import nearest, unknown
 RECIPES = Path(__file__).parent / "recipes"
 
 # what a recipe file may hold at its top; a command skips what is not its own, and anything else is a mistake
-SHARED = frozenset({"model", "seed", "method", "prompts", "record", "gate", "train", "evaluate", "generate", "bench"})
+SHARED = frozenset({"model", "method", "prompts", "record", "gate", "train", "evaluate", "generate", "bench"})
 
 S = TypeVar("S")
 

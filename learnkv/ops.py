@@ -1,4 +1,4 @@
-"""The one door to kernels: every op by name, in plain torch or in Triton by where its tensors lie."""
+"""The one door to kernels: every op by name.  There is one implementation of each, plain torch, which runs on any device."""
 
 from __future__ import annotations
 
