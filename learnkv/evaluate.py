@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from learnkv import config, prompts
@@ -22,11 +21,9 @@ from learnkv.evaluation import report
 from learnkv.evaluation.compare import EvaluateSettings, Plan, compare, plan, plan_chosen
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import Row, budget_of, read_rows
-from learnkv.models import PreTrainedModel, load_model
+from learnkv.models import DTYPES, PreTrainedModel, load_model
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass

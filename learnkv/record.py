@@ -17,9 +17,9 @@ from datetime import timedelta
 from torch import distributed
 
 from learnkv import config
-from learnkv.models import load_model
+from learnkv.models import DTYPES, load_model
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.record import DTYPES, Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
+from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 
 
 @dataclass

@@ -20,7 +20,7 @@ from learnkv.methods import METHODS
 from learnkv.observation import Scorer
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
-from learnkv.runtime.cache import EvictionCache, prefill_many
+from learnkv.runtime.cache import EvictionCache, prefill_many, together
 from learnkv.runtime.pages import PAGE
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -477,3 +477,21 @@ def test_every_method_runs_with_every_allocator(llama, name):
             cache = EvictionCache(METHODS[name](24, allocate=allocate, interval=2), llama)
             generate(llama, prompt(40, rows=2), cache, n=5)
         assert cache.lengths().sum((0, 2)).tolist() == [24 * 6] * 2
+
+
+def test_caches_of_one_prefill_answer_together_as_each_alone(model):
+    question = prompt(5, seed=9)
+    policies = [None, policy(), policy(KeyNorm(), 17, "adaptive"), policy(H2O(), 9), policy(SnapKV(), 33, "adaptive_global")]
+    with attach(model):
+        caches = prefill_many(model, prompt(40), policies)
+        alone = [model(question, cache=cache.clone()).logits[0] for cache in caches]
+        found = model(question.expand(len(caches), -1), cache=together(caches, model)).logits
+    assert torch.allclose(found, torch.stack(alone), atol=1e-5)
+    assert {cache.get_seq_length() for cache in caches} == {40}
+
+
+def test_caches_that_saw_different_prompts_are_refused_together(llama):
+    with attach(llama):
+        caches = [prefill_many(llama, prompt(n), [None])[0] for n in (9, 11)]
+    with pytest.raises(ValueError, match=r"9, 11"):
+        together(caches, llama)

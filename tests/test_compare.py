@@ -278,7 +278,7 @@ def test_prompt_that_cannot_be_run_is_refused_in_words(model, tokenizer):
 
 
 def test_nan_of_a_model_is_refused_with_prompt_and_method(model, tokenizer, plans, monkeypatch):
-    monkeypatch.setattr(comparison, "answer", lambda *_: {"accuracy": 0.0, "nll": float("nan")})
+    monkeypatch.setattr(comparison, "answers", lambda _, caches, __: [{"accuracy": 0.0, "nll": float("nan")} for _ in caches])
     with pytest.raises(ValueError, match=f"prompt {short_prompt().id}, full at budget 1: .* nan"):
         compare(model, tokenizer, [short_prompt()], plans)
 

@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -129,6 +130,14 @@ def test_an_edited_manifest_is_named(folder):
     path = folder / format.MANIFEST
     pq.write_table(pq.read_table(path).drop_columns(["checksum"]), path)
     assert "checksum" in (text := refusal(folder)) and str(path) in text
+
+
+@pytest.mark.parametrize(("column", "value"), [("split", "train"), ("spans", "["), ("checksum", 7), ("num_tokens", "9")])
+def test_an_edited_row_of_the_manifest_is_named(folder, column, value):
+    path = folder / format.MANIFEST
+    rows = [row | {column: value} for row in pq.read_table(path).to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    assert str(path) in (text := refusal(folder)) and "shards are reused" in text
 
 
 def test_a_lost_shard_is_named(folder):

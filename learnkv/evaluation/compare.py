@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Literal
 
@@ -26,11 +27,12 @@ from learnkv.prompts import Encoded, Prompt, encode
 from learnkv.prompts.haystack import Split
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.runtime.attach import attach
-from learnkv.runtime.cache import EvictionCache, prefill_many
+from learnkv.runtime.cache import EvictionCache, prefill_many, together
 from learnkv.traces import measure
 from learnkv.traces.format import Continuation, Trace
 from learnkv.traces.measure import evictable_layers, softmax_scales
 
+ASKED_TOGETHER = 32  # caches that one forward asks
 QUICK = ["random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"]
 
 
@@ -133,6 +135,13 @@ def quick_table(model: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[
     return text_table(summarise(compare(model, tokenizer, prompts, plan(contenders, budgets))))
 
 
+def batched(asked: Sequence[Asked], size: int) -> Iterator[list[Asked]]:
+    """Runs of at most `size`."""
+    rest = iter(asked)
+    while run := list(islice(rest, size)):
+        yield run
+
+
 def unique(asked: Sequence[Asked]) -> list[Asked]:
     """One of each measurement, whatever lines show it."""
     return list({a.cell.key: a for a in asked}.values())
@@ -218,11 +227,13 @@ class Bench:
         with attach(self.model):
             costs = [self.cost(p.contender, policy, context) for p, policy in zip(plans, policies, strict=True)]
             caches = prefill_many(self.model, context, policies)
-            for p, (prefill, extra) in zip(plans, costs, strict=True):
-                cache = caches.pop(0)  # freed as soon as it was asked
-                for a in (a for a in asked if a.plan == p):
-                    figures = holdings(cache, encoded[a.cell.question]) | answer(self.model, cache.clone(), encoded[a.cell.question])
-                    yield Row(**named(a.cell), **figures, prefill_seconds=prefill, extra_seconds=extra)
+            of_plan = dict(zip(plans, zip(caches, costs, strict=True), strict=True))
+            for same in batched(sorted(asked, key=lambda a: a.cell.question), ASKED_TOGETHER):
+                held = [of_plan[a.plan][0] for a in same]
+                for a, cache, figures in zip(same, held, answers(self.model, held, [encoded[a.cell.question] for a in same]), strict=True):
+                    prefill, extra = of_plan[a.plan][1]
+                    held_by = holdings(cache, encoded[a.cell.question])
+                    yield Row(**named(a.cell), **held_by, **figures, prefill_seconds=prefill, extra_seconds=extra)
 
     def cost(self, contender: Contender, policy: Policy, context: Tensor) -> tuple[float, float]:
         """Seconds of one full-cache prefill, and what the contender's passes, scoring and eviction add; seen once, on the first prompt.
@@ -255,13 +266,22 @@ def oracle_utility(model: PreTrainedModel, encoded: Sequence[Encoded]) -> Tensor
         return measure.future_targets(model, full, bare, "question_answer", "sum", scales, taken)["utility"]
 
 
-def answer(model: PreTrainedModel, cache: EvictionCache, encoded: Encoded) -> dict[str, float]:
-    """Accuracy and NLL of the answer, teacher-forced after the question; the cache, frozen by prefill_many, is left with their tokens."""
-    ids = torch.cat([encoded.question, encoded.answer])[None]
-    count = len(encoded.answer)
-    logits = model(ids, cache=cache, use_cache=True, logits_to_keep=count + 1).logits[0, :-1].float()  # [count, vocabulary]
-    right = bool((logits.argmax(-1) == encoded.answer).all())
-    return {"accuracy": float(right), "nll": F.cross_entropy(logits, encoded.answer).item()}
+def answers(model: PreTrainedModel, caches: Sequence[EvictionCache], encoded: Sequence[Encoded]) -> list[dict]:
+    """Accuracy and NLL of each answer, teacher-forced after its question, each cache a row of one forward per question.
+
+    The caches come from one `prefill_many` and are left as they were; equal questions lie side by side.
+    """
+    found: list[dict] = []
+    for _, group in groupby(zip(caches, encoded, strict=True), key=lambda pair: id(pair[1])):
+        rows = list(group)
+        e = rows[0][1]
+        ids = torch.cat([e.question, e.answer]).expand(len(rows), -1)
+        held = together([cache for cache, _ in rows], model)
+        logits = model(ids, cache=held, use_cache=True, logits_to_keep=len(e.answer) + 1).logits[:, :-1]  # [rows, count, vocabulary]
+        for row in logits:
+            right = bool((row.argmax(-1) == e.answer).all())
+            found.append({"accuracy": float(right), "nll": F.cross_entropy(row.float(), e.answer).item()})
+    return found
 
 
 def holdings(cache: EvictionCache, encoded: Encoded) -> dict:

@@ -369,3 +369,23 @@ def prefill_many(
     shared = SharedPrefill(policies, model)
     decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, cache=shared, use_cache=True)
     return shared.hand_out()
+
+
+def together(caches: Sequence[EvictionCache], model: PreTrainedModel) -> EvictionCache:
+    """A frozen copy that holds each cache as a row: one forward then asks all of them the same question.
+
+    caches  frozen ones that saw equally many columns, as `prefill_many` returns them
+    """
+    columns = [cache.get_seq_length() for cache in caches]
+    if not all(cache.frozen for cache in caches) or len(set(columns)) != 1:
+        raise ValueError(f"together takes frozen caches of one length, these saw {columns} columns; take them from one prefill_many")
+    one = EvictionCache(None, model)
+    one.frozen = True
+    one.num_seen = torch.cat([cache.num_seen for cache in caches])
+    one.next_rope = torch.cat([cache.next_rope for cache in caches])
+    for state, parts in zip(one.states, zip(*(cache.states for cache in caches), strict=True), strict=True):
+        state.pages, state.columns = Pages.stacked([part.held for part in parts]), parts[0].columns
+    for own, layers in zip(one.sliding, zip(*(cache.sliding for cache in caches), strict=True), strict=True):
+        vars(own).update(vars(copy.deepcopy(layers[0])))
+        own.keys, own.values = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("keys", "values"))
+    return one

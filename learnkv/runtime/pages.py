@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from learnkv.observation import Slots
 
@@ -150,6 +152,22 @@ class Pages:
     def clone(self) -> Pages:
         """A copy that shares nothing."""
         return Pages(**{f.name: getattr(self, f.name).clone() for f in fields(self)})
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Pages]) -> Pages:
+        """The rows of several as the rows of one copy, without the memory of their scorers."""
+        starts = torch.tensor([0, *(len(part.keys) for part in parts)]).cumsum(0).tolist()
+        tables = [part.table.masked_fill(part.table < 0, -1 - start) + start for part, start in zip(parts, starts, strict=False)]
+        width = max(table.shape[-1] for table in tables)
+        positions = torch.cat([part.positions for part in parts])
+        return cls(
+            keys=torch.cat([part.keys for part in parts]),
+            values=torch.cat([part.values for part in parts]),
+            positions=positions,
+            memory=torch.zeros(*positions.shape, 0, device=positions.device),
+            table=torch.cat([F.pad(table, (0, width - table.shape[-1]), value=-1) for table in tables]),
+            lengths=torch.cat([part.lengths for part in parts]),
+        )
 
     def tensors(self) -> list[Tensor]:
         """All that holds memory."""

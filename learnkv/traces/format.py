@@ -230,6 +230,11 @@ def read_trace(folder: Path, row: Mapping, *, verify: bool = True) -> Trace:
     """The trace of a manifest row, memory-mapped: its bytes are read when they are used (by `verify` at once)."""
     path, prefix = folder / row["shard"], row["id"] + "."
     with open_shard(path) as shard:
+        if verify and dict(row) not in [found | {"shard": path.name} for found in rows_of(shard, path)]:
+            raise ValueError(
+                f"manifest {folder / MANIFEST} was edited: trace {row['id']} is described otherwise in {path.name}; "
+                "delete it and run record: shards are reused"
+            )
         names = [name for name in shard.keys() if name.startswith(prefix)]  # noqa: SIM118
         tensors = {name.removeprefix(prefix): shard.get_tensor(name) for name in names}
     if verify and checksum(tensors) != row["checksum"]:
@@ -275,10 +280,9 @@ def read_manifest(folder: Path) -> list[dict]:
         raise ValueError(
             f"manifest {path} is truncated or no parquet file ({error}); delete it and run record: shards are reused"
         ) from error
-    if table.schema.names != SCHEMA.names:
-        raise ValueError(
-            f"manifest {path} has columns {table.schema.names}, not {SCHEMA.names}; delete it and run record: shards are reused"
-        )
+    if not table.schema.equals(SCHEMA):
+        found, wanted = ([f"{f.name}: {f.type}" for f in schema] for schema in (table.schema, SCHEMA))
+        raise ValueError(f"manifest {path} has columns {found}, not {wanted}; delete it and run record: shards are reused")
     return table.to_pylist()
 
 

@@ -19,7 +19,7 @@ from torch import distributed
 from tqdm import tqdm
 
 from learnkv import prompts
-from learnkv.models import PreTrainedModel, describe
+from learnkv.models import DTYPES, PreTrainedModel, describe
 from learnkv.prompts import Prompt
 from learnkv.prompts.haystack import Split
 from learnkv.prompts.kinds import TRAIN_KINDS
@@ -31,7 +31,6 @@ from learnkv.traces.measure import WINDOW, measure, respond
 from learnkv.traces.targets import TARGETS, Future, OverQuestions
 
 PARTS = "parts"  # traces that wait to be packed into a shard, one file each
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
