@@ -6,13 +6,15 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from learnkv.version import __version__
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from learnkv.budgets import Ratio
     from learnkv.policy import Policy
 
-__all__ = ["EvictionCache", "Policy", "Scorer", "attach", "evict", "load_gate", "load_model"]
+__all__ = ["EvictionCache", "Policy", "Scorer", "__version__", "attach", "evict", "load_gate", "load_model"]
 
 HOMES = {
     "EvictionCache": "learnkv.runtime.cache",

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from dataclasses import asdict, dataclass, field, fields
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from learnkv.gates.base import Gate
 from learnkv.models import BaseModel, PreTrainedModel, describe
 from learnkv.names import unknown
 from learnkv.traces.format import write_atomically
+from learnkv.version import __version__
 
 FORMAT_VERSION = 1
 CARD = "gate.json"
@@ -48,7 +48,7 @@ class Card:
     recipe: dict[str, object]
     weights_sha: str
     format_version: int = FORMAT_VERSION
-    learnkv_version: str = field(default_factory=lambda: version("learnkv"))
+    learnkv_version: str = __version__
 
 
 def save_gate(gate: Gate, folder: Path, recipe: dict[str, object]) -> None:

@@ -61,6 +61,10 @@ class TrainCommand:
     gate: dict[str, Any] = field(default_factory=dict)  # the gate's knobs, see its Config
     train: TrainSettings = field(default_factory=TrainSettings)
 
+    def __post_init__(self) -> None:
+        if self.table < 0:
+            raise ValueError(f"table={self.table} counts prompts; give 0 or more")
+
 
 def run(command: TrainCommand) -> None:
     gate_config = config_of(command)  # a mistake in it should not wait for the model

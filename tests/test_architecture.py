@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {
     "kernels":     {"triton"},
     "names":       set(),
+    "version":     set(),
     "config":      {"names", "omegaconf"},
     "ops":         {"kernels"},
     "observation": {"ops"},
@@ -24,10 +25,10 @@ ALLOWED = {
     "heuristics":  {"names", "ops", "observation", "budgets", "policy"},
     "gates":       {"names", "ops", "observation", "capture", "models", "traces", "peft"},
     "methods":     {"names", "heuristics", "gates", "checkpoint", "policy", "budgets", "observation"},
-    "traces":      {"names", "ops", "capture", "models", "prompts", "datasets"},
-    "runtime":     {"names", "ops", "observation", "policy", "budgets", "capture", "transformers", "peft"},
+    "traces":      {"names", "version", "ops", "capture", "models", "prompts", "datasets"},
+    "runtime":     {"names", "version", "ops", "observation", "policy", "budgets", "capture", "transformers", "peft"},
     "training":    {"names", "ops", "gates", "traces", "lightning"},
-    "checkpoint":  {"names", "config", "gates", "models", "traces"},
+    "checkpoint":  {"names", "version", "config", "gates", "models", "traces"},
 }  # fmt: skip
 COMMANDS = ("record", "train", "evaluate", "generate", "bench")
 INSIDE = {*ALLOWED, "evaluation"}
@@ -35,7 +36,6 @@ OUTSIDE = {"triton", "transformers", "peft", "lightning", "datasets", "omegaconf
 ALLOWED["evaluation"] = INSIDE - {"config", "kernels"} | {"datasets"}
 ALLOWED |= {command: INSIDE - {"kernels"} for command in COMMANDS}
 ALLOWED["learnkv"] = INSIDE - {"kernels", "config"}  # the public names
-
 
 
 def module_of(path: Path) -> str:

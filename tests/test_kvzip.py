@@ -207,3 +207,9 @@ def test_policies_that_share_kvzip_share_its_passes_and_keep_what_each_would_alo
 def test_settings_that_count_nothing_are_refused():
     with pytest.raises(ValueError, match="chunk_size=0"):
         KVzip(Words(), chunk_size=0)
+
+
+def test_a_repetition_beyond_the_models_positions_is_refused():
+    short = LlamaForCausalLM(LlamaConfig(**SHAPE, **SPECIAL, num_key_value_heads=2, max_position_embeddings=64)).eval()
+    with attach(short), pytest.raises(ValueError, match=r"ends at position 69, the model has 64"):
+        short(prompt(51), cache=EvictionCache(policy(), short))

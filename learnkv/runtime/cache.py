@@ -27,6 +27,7 @@ from learnkv.observation import Probe, Scorer
 from learnkv.policy import Policy
 from learnkv.runtime.pages import Pages
 from learnkv.runtime.step import LayerState, ProbeStep, Seat, Step, Target, over_budget, running
+from learnkv.version import __version__
 
 TESTED = "5.24"  # the transformers whose way from cache.update to the attention function was read
 
@@ -71,7 +72,7 @@ class EvictionLayer(CacheLayerMixin):
 def broken_contract(where: str) -> str:
     installed = version("transformers")
     return (
-        f"transformers {installed} did not bring learnkv's handle to {where}, so nothing can be evicted; learnkv {version('learnkv')} "
+        f"transformers {installed} did not bring learnkv's handle to {where}, so nothing can be evicted; learnkv {__version__} "
         f"was written for transformers {TESTED}: install that version, or a learnkv for {installed}"
     )
 
@@ -257,6 +258,7 @@ class EvictionCache(Cache):
         sliding = [(layer, vars(layer).copy()) for layer in self.sliding]
         for layer, before in sliding:
             layer.keys, layer.values = (before[name][probe.row : probe.row + 1] for name in ("keys", "values"))
+        refuse_beyond_positions(model, probe.probe)
         ids = probe.probe.token_ids.to(probe.base.positions.device)[None]
         mask = probe.base.attention_mask
         if mask is not None:
@@ -269,6 +271,16 @@ class EvictionCache(Cache):
             running.reset(token)
             for layer, before in sliding:
                 vars(layer).update(before)
+
+
+def refuse_beyond_positions(model: PreTrainedModel, probe: Probe) -> None:
+    """Raises a ValueError where a probe's rows end past the model's positions: what they would attend to means nothing."""
+    end, limit = probe.position + len(probe.token_ids), getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and end > limit:
+        raise ValueError(
+            f"a probe of {len(probe.token_ids)} rows after the prompt ends at position {end}, the model has {limit}; "
+            "shorten the prompt, or take smaller probes (kvzip: chunk_size)"
+        )
 
 
 def names(seats: Sequence[Seat]) -> str:

@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from learnkv.models import BaseModel
+from learnkv.version import __version__
 
 FORMAT_VERSION = 1
 CONFIG = "trace_config.json"
@@ -90,7 +90,7 @@ class TraceConfig:
     rope: dict[str, object]
     settings: dict[str, object]
     format_version: int = FORMAT_VERSION
-    learnkv_version: str = field(default_factory=lambda: version("learnkv"))
+    learnkv_version: str = __version__
 
 
 # ---- one trace as named tensors
