@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, Protocol
 
 import torch
@@ -26,7 +27,8 @@ class Ratio:
 def resolve(budget: int | Ratio, num_seen: Tensor) -> Tensor:
     """Tokens per KV head for each row: num_seen [B] -> [B] int64.  The one place where a fraction becomes tokens."""
     if isinstance(budget, Ratio):
-        return (num_seen.double() * budget.kept + 1e-9).long().clamp(min=1)
+        share = Fraction(budget.kept).limit_denominator(10**6)  # 0.57 is 57 in 100, whatever a float makes of it
+        return (num_seen * share.numerator // share.denominator).clamp(min=1)
     return torch.full_like(num_seen, budget)
 
 
@@ -84,9 +86,9 @@ class Adaptive:
 
 
 def raise_top(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
-    """scores [B, H, L] with each head's best `count` [B] entries raised to +inf."""
+    """scores [B, H, L] with each head's best `count` [B] entries raised to +inf, above what is protected beyond them."""
     best = ops.select(scores, positions, count[:, None].expand(scores.shape[:2]))
-    return scores.masked_fill(best, float("inf"))
+    return scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(best, float("inf"))
 
 
 uniform = Uniform()

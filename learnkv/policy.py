@@ -12,7 +12,7 @@ from learnkv import budgets, ops
 from learnkv.budgets import Allocator, Ratio
 from learnkv.observation import Observation, Scorer
 
-LARGEST = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max / 2  # of a scorer; allocators have room between it and infinity
 
 
 @dataclass(frozen=True)

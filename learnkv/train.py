@@ -56,7 +56,7 @@ class TrainCommand:
     name: str = ""  # of the run's folder in `runs`; the recipe's name without one
     runs: str = "checkpoints/runs"  # folder of the runs
     resume: Literal["auto", "never"] = "auto"  # auto goes on from the run's last checkpoint, never starts over
-    table: int = 16  # held-out prompts that are answered for the last table; 0 leaves it out
+    table: int = 10  # held-out prompts that are answered for the last table; 0 leaves it out
     record: RecordSettings = field(default_factory=RecordSettings)
     gate: dict[str, Any] = field(default_factory=dict)  # the gate's knobs, see its Config
     train: TrainSettings = field(default_factory=TrainSettings)

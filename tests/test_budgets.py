@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from observations import Row, observe
 
@@ -55,8 +55,8 @@ def greedy(heads: list[Head], budget: int, floor: float) -> list[int]:
     entries = []
     for h, head in enumerate(heads):
         best = sorted(head, key=lambda token: (-token[1], -token[0]))
-        entries += [(-math.inf if rank < low else -score, -position, h) for rank, (position, score) in enumerate(best)]
-    chosen = [h for _, _, h in sorted(entries)[: budget * len(heads)]]
+        entries += [(rank >= low, -score, -position, h) for rank, (position, score) in enumerate(best)]
+    chosen = [h for *_, h in sorted(entries)[: budget * len(heads)]]
     return [chosen.count(h) for h in range(len(heads))]
 
 
@@ -86,7 +86,14 @@ def test_adaptive_sums_exactly_to_the_uniform_total_where_that_much_is_held(laye
         assert sum(sum(layer[b]) for layer in got) == min(budget * len(held), sum(held))
 
 
+PROTECTED_BEYOND_THE_FLOOR = [
+    [[[(0, -1.0)]], [[(0, -1.0)]]],
+    [[[(0, -1.0), (1, math.inf), (2, math.inf)]], [[(0, -1.0)]]],
+]
+
+
 @given(layers_of_heads(), st.integers(1, 9), st.sampled_from([0.2, 0.5, 1.0]))
+@example(PROTECTED_BEYOND_THE_FLOOR, 1, 1.0)
 @settings(max_examples=100, deadline=None)
 def test_no_head_falls_below_the_floor(layers, budget, floor):
     for layer, counts in zip(layers, allocate(Adaptive(floor=floor, scope="model"), layers, [budget, budget]), strict=True):
