@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from random import Random
 
+from learnkv.names import unknown
 from learnkv.prompts.haystack import SPLITS, Split
 from learnkv.prompts.kinds import KINDS, Build
 from learnkv.prompts.prompt import Prompt, Question, Tokenizer, encode
@@ -22,19 +22,13 @@ def make(kinds: list[str], *, split: Split, count: int, num_tokens: int, tokeniz
         raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
     if num_tokens < 64:
         raise ValueError(f"num_tokens={num_tokens} leaves no room for text around the facts; give 64 or more")
-    builders = [find_kind(kind) for kind in kinds]
-    if not builders:
+    if not kinds:
         raise ValueError(f"no kinds were named; choose among {', '.join(KINDS)}")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise unknown("prompt kind", kind, KINDS)
     seeds = [f"{seed} {split} {kinds[i % len(kinds)]} {i} {num_tokens}" for i in range(count)]
-    return [sized(builders[i % len(builders)], seeds[i], split, num_tokens, tokenizer) for i in range(count)]
-
-
-def find_kind(kind: str) -> Build:
-    """The builder of a kind, or a ValueError with the nearest names."""
-    if kind in KINDS:
-        return KINDS[kind]
-    near = difflib.get_close_matches(kind, KINDS, n=3, cutoff=0.4) or list(KINDS)
-    raise ValueError(f"prompt kind {kind!r} is unknown; did you mean {' or '.join(near)}?")
+    return [sized(KINDS[kinds[i % len(kinds)]], seeds[i], split, num_tokens, tokenizer) for i in range(count)]
 
 
 def sized(build: Build, seed: str, split: Split, num_tokens: int, tokenizer: Tokenizer) -> Prompt:
@@ -88,6 +82,7 @@ def from_record(path: Path, number: int, row: dict[str, object]) -> Prompt:
     begin = context.find(answer.strip())
     span = (begin, begin + len(answer.strip())) if begin >= 0 and context.count(answer.strip()) == 1 else None
     answer = answer if answer[:1].isspace() else " " + answer
+    context = context if not question or context[-1:].isspace() else context + "\n\n"
     return Prompt("user", "user", context, (Question(question, str(row.get("answer_prefix") or ""), answer, span),))
 
 

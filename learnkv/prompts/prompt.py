@@ -84,7 +84,9 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, question: Question) -> Encoded:
         text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) + question.prefix
     else:
         text = prompt.context + " ".join(part for part in (question.text, question.prefix) if part)
-    begin = text.index(prompt.context)
+    begin = text.find(prompt.context)
+    if begin < 0:
+        raise ValueError(f"the chat template changes the context {prompt.context[:40]!r}..., so it can't be cut there; use chat=False")
     cut = begin + len(prompt.context)
     context = tokenizer(text[:cut], add_special_tokens=False, return_offsets_mapping=True)
     ids = [torch.tensor(context["input_ids"], dtype=torch.long)]
