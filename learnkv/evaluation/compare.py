@@ -219,7 +219,7 @@ class Bench:
 
     @torch.no_grad()
     def rows(self, encoded: Sequence[Encoded], asked: Sequence[Asked]) -> Iterator[Row]:
-        """The rows of one prompt: one prefill for all policies, a clone of each cache per question."""
+        """The rows of one prompt: one prefill for all policies, then each question put to ASKED_TOGETHER caches at once."""
         context = encoded[0].context[None]
         plans = list(dict.fromkeys(a.plan for a in asked))
         known = oracle_utility(self.model, encoded) if any(p.contender.scorer == "oracle" for p in plans) else None
@@ -230,10 +230,10 @@ class Bench:
             of_plan = dict(zip(plans, zip(caches, costs, strict=True), strict=True))
             for same in batched(sorted(asked, key=lambda a: a.cell.question), ASKED_TOGETHER):
                 held = [of_plan[a.plan][0] for a in same]
-                for a, cache, figures in zip(same, held, answers(self.model, held, [encoded[a.cell.question] for a in same]), strict=True):
+                questions = [encoded[a.cell.question] for a in same]
+                for a, cache, question, figures in zip(same, held, questions, answers(self.model, held, questions), strict=True):
                     prefill, extra = of_plan[a.plan][1]
-                    held_by = holdings(cache, encoded[a.cell.question])
-                    yield Row(**named(a.cell), **held_by, **figures, prefill_seconds=prefill, extra_seconds=extra)
+                    yield Row(**named(a.cell), **holdings(cache, question), **figures, prefill_seconds=prefill, extra_seconds=extra)
 
     def cost(self, contender: Contender, policy: Policy, context: Tensor) -> tuple[float, float]:
         """Seconds of one full-cache prefill, and what the contender's passes, scoring and eviction add; seen once, on the first prompt.

@@ -7,6 +7,7 @@ import hashlib
 import re
 import sysconfig
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
@@ -81,6 +82,5 @@ def passage(rng: Random, style: Style, split: Split, num_chars: int) -> list[str
     while sum(map(len, pieces)) + len(pieces) < num_chars:
         document = rng.choice(documents(style, split))
         pieces += document[rng.randrange(max(1, len(document) - 10)) :]
-    while pieces and sum(map(len, pieces[:-1])) + len(pieces) > num_chars:
-        pieces.pop()
-    return pieces
+    begins = accumulate((len(piece) + 1 for piece in pieces), initial=1)  # one character for the glue after each
+    return [piece for piece, begin in zip(pieces, begins, strict=False) if begin <= num_chars]

@@ -68,13 +68,12 @@ def hide(rng: Random, split: Split, num_chars: int, sentences: list[str], style:
     return intro + (" " if style != "code" else "\n").join(body) + "\n"
 
 
-def facts(kind: str, variants: tuple[Fact, ...], counts: tuple[int, ...], styles: tuple[Style, ...] = ("prose", "docstrings")) -> Build:
+def facts(kind: str, variants: tuple[Fact, ...], counts: tuple[int, ...]) -> Build:
     """A kind that hides some facts of one variant (all different keys and values) and asks for each."""
 
     def build(rng: Random, split: Split, num_chars: int) -> Prompt:
         placed = distinct(rng, split, [rng.choice(variants)] * rng.choice(counts))
-        context = hide(rng, split, num_chars, [p.sentence for p in placed], rng.choice(styles))
-        return Prompt(kind, split, context, tuple(p.ask(context) for p in shuffled(rng, placed)))
+        return ask_for_all(kind, rng, split, num_chars, placed, ("prose", "docstrings"))
 
     return build
 
@@ -84,10 +83,15 @@ def mixture(kind: str, variants: tuple[Fact, ...], counts: tuple[int, ...]) -> B
 
     def build(rng: Random, split: Split, num_chars: int) -> Prompt:
         placed = distinct(rng, split, rng.sample(variants, rng.choice(counts)))
-        context = hide(rng, split, num_chars, [p.sentence for p in placed], rng.choice(("prose", "docstrings", "code")))
-        return Prompt(kind, split, context, tuple(p.ask(context) for p in shuffled(rng, placed)))
+        return ask_for_all(kind, rng, split, num_chars, placed, ("prose", "docstrings", "code"))
 
     return build
+
+
+def ask_for_all(kind: str, rng: Random, split: Split, num_chars: int, placed: list[Placed], styles: tuple[Style, ...]) -> Prompt:
+    """The facts hidden in a passage of one of the styles, each of them asked for."""
+    context = hide(rng, split, num_chars, [p.sentence for p in placed], rng.choice(styles))
+    return Prompt(kind, split, context, tuple(p.ask(context) for p in shuffled(rng, placed)))
 
 
 def distinct(rng: Random, split: Split, wanted: list[Fact]) -> list[Placed]:
@@ -102,6 +106,19 @@ def distinct(rng: Random, split: Split, wanted: list[Fact]) -> list[Placed]:
 def shuffled(rng: Random, items: list[Placed]) -> list[Placed]:
     """The items in random order."""
     return rng.sample(items, len(items))
+
+
+def several(pool: Pool, count: int, rng: Random, split: Split) -> list[str]:
+    """`count` different entries of a pool, in the order they were drawn."""
+    drawn: list[str] = []
+    while len(drawn) < count:
+        drawn += [entry for entry in [pool(rng, split)] if entry not in drawn]
+    return drawn
+
+
+def listed(entries: list[str]) -> str:
+    """Three entries as a sentence lists them."""
+    return f"{entries[0]}, {entries[1]} and {entries[2]}"
 
 
 def chain(rng: Random, split: Split, num_chars: int) -> Prompt:
@@ -179,15 +196,9 @@ def continuation(kind: str, style: Style) -> Build:
 
 def roll_call(rng: Random, split: Split, num_chars: int) -> Prompt:
     """Lists of three names; asked for one list in order."""
-    ships: set[str] = set()
-    while len(ships) < 2:
-        ships.add(pools.ship(rng, split))
     placed = []
-    for ship in sorted(ships):
-        crew: list[str] = []
-        while len(crew) < 3:
-            crew += [n for n in [pools.name(rng, split)] if n not in crew]
-        answer = f"{crew[0]}, {crew[1]} and {crew[2]}"
+    for ship in sorted(several(pools.ship, 2, rng, split)):
+        answer = listed(several(pools.name, 3, rng, split))
         placed.append(Placed(f"On board the {ship} were {answer}.", f"Who was on board the {ship}?", f"On board the {ship} were", answer))
     context = hide(rng, split, num_chars, [p.sentence for p in placed])
     return Prompt("roll_call", split, context, tuple(p.ask(context) for p in shuffled(rng, placed)))
@@ -196,10 +207,7 @@ def roll_call(rng: Random, split: Split, num_chars: int) -> Prompt:
 def shopping(rng: Random, split: Split, num_chars: int) -> Prompt:
     """A shopping list of three goods; asked for it in order."""
     who = pools.name(rng, split)
-    goods: list[str] = []
-    while len(goods) < 3:
-        goods += [g for g in [pools.food(rng, split)] if g not in goods]
-    answer = f"{goods[0]}, {goods[1]} and {goods[2]}"
+    answer = listed(several(pools.food, 3, rng, split))
     fact = Placed(f"Before noon {who} has to buy {answer}.", f"What does {who} have to buy?", f"Before noon {who} has to buy", answer)
     context = hide(rng, split, num_chars, [fact.sentence])
     return Prompt("shopping", split, context, (fact.ask(context),))
