@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import os
 import re
+import shlex
 import sys
 import textwrap
 import types
@@ -80,6 +82,28 @@ def dump(recipe: object) -> str:
     values = dataclasses.asdict(recipe)
     source = values.pop("recipe", "")
     return f"# resolved from recipe={source}\n" + yaml.safe_dump(plain(values), sort_keys=False, allow_unicode=True)
+
+
+def arguments(command: object) -> str:
+    """The command line that gives this command again: its recipe, and each key=value that is not the recipe's."""
+    recipe = f"recipe={getattr(command, 'recipe', '')}"
+    assert dataclasses.is_dataclass(command) and not isinstance(command, type)
+    values, usual = (flat(dataclasses.asdict(c)) for c in (command, load([recipe], type(command))))
+    values.pop("recipe")
+    return shlex.join([recipe, *(f"{key}={argument_text(value)}" for key, value in values.items() if value != usual.get(key))])
+
+
+def flat(values: dict, prefix: str = "") -> dict[str, object]:
+    """Nested values by dotted key."""
+    out: dict[str, object] = {}
+    for key, value in values.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
+
+
+def argument_text(value: object) -> str:
+    """A value as it is typed after key=."""
+    return yaml.safe_dump(plain(value), default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
 
 
 def plain(value: object) -> object:

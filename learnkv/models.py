@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from learnkv import assets
 from learnkv.names import nearest, unknown
+from learnkv.rope import rotary_frequencies
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class BaseModel:
     name          bundled name, hub id or folder
     weights_hash  `weights_hash` of its parameters
     num_layers    evictable layers: sliding-window ones do not count
+    frequencies   of RoPE in those layers, see `rotary_frequencies`
     """
 
     name: str
@@ -48,6 +50,10 @@ class BaseModel:
     num_query_heads: int
     head_dim: int
     hidden_size: int
+    frequencies: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "frequencies", tuple(self.frequencies))  # json knows lists only
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -155,6 +161,7 @@ def describe(model: PreTrainedModel) -> BaseModel:
         num_query_heads=heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         hidden_size=config.hidden_size,
+        frequencies=tuple(rotary_frequencies(model)[0].tolist()),
     )
 
 

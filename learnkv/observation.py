@@ -90,6 +90,7 @@ class Observation:
     num_layers        how many there are
     num_seen          [B] int64  real tokens so far, evicted ones included, padding not
     num_new           [B] int64  real tokens of this step
+    rope_offset       [B] int64  RoPE position minus position: pads that a plain left-padded forward counts, else 0
     new_slots         [B, H, T] int64  where this step's tokens lie, -1 for padding
     slots             pages, table and lengths: what every op takes
     memory_columns    which floats of the slots' memory are this scorer's
@@ -109,6 +110,7 @@ class Observation:
     num_layers: int
     num_seen: Tensor
     num_new: Tensor
+    rope_offset: Tensor
     new_slots: Tensor
     slots: Slots
     queries: Tensor

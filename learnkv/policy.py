@@ -52,7 +52,7 @@ class Policy:
 
     @property
     def scope(self) -> Literal["layer", "model"]:
-        """"model" when the scores of all layers are wanted before anyone is evicted."""
+        """Whether one layer can be evicted from at once, or the scores of all are wanted first."""
         return "model" if "model" in (self.scorer.scope, self.allocate.scope) else "layer"
 
     def select(

@@ -63,11 +63,10 @@ def announce(command: RecordCommand, plan: Plan) -> None:
 def conclude(command: RecordCommand, traces: TraceDataset) -> None:
     """Where the result lies, and what comes next."""
     splits = Counter(str(row["split"]) for row in traces.rows)
-    own = f" prompts={command.prompts}" if command.prompts else ""
     counts = ", ".join(f"{count} {split}" for split, count in sorted(splits.items()))
     print(f"recorded: {counts}, {size(sum(row['bytes'] for row in traces.rows))}")
     print(f"traces: {traces.folder}")
-    print(f"next: python -m learnkv.train recipe={command.recipe}{own}")
+    print(f"next: python -m learnkv.train {config.arguments(command)}")
 
 
 def size(num_bytes: int) -> str:

@@ -68,7 +68,7 @@ class TrainCommand:
 
 def run(command: TrainCommand) -> None:
     gate_config = config_of(command)  # a mistake in it should not wait for the model
-    folder = Path(command.runs) / (command.name or Path(command.recipe).stem)
+    folder = Path(command.runs) / (command.name or name_of(command.recipe))
     join_processes()
     if place()[0] == 0:
         open_run(command, folder)
@@ -82,6 +82,11 @@ def run(command: TrainCommand) -> None:
         conclude(command, model, tokenizer, asked, traces, gate, folder)
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def name_of(recipe: str) -> str:
+    """kvp -> kvp, paper/kvp -> paper-kvp, some/where/mine.yaml -> mine."""
+    return Path(recipe).stem if recipe.endswith(".yaml") else recipe.replace("/", "-")
 
 
 def config_of(command: TrainCommand) -> object:
@@ -124,7 +129,7 @@ def refuse_other_recipe(path: Path, wanted: dict[str, Any]) -> None:
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"{path} is truncated or was edited; resume=never starts over")
-    there, asked = flat(found), flat(wanted)
+    there, asked = config.flat(found), config.flat(wanted)
     for key in asked:
         if there.get(key) != asked[key]:
             raise ValueError(
@@ -140,14 +145,6 @@ def refuse_one_sided(asked: list[Prompt]) -> None:
                 f"none of the {len(asked)} prompts is of the {split} side, and training needs both: give record.train and record.heldout "
                 "1 or more, or 10 or more prompts of your own, of which every tenth is held out"
             )
-
-
-def flat(values: dict, prefix: str = "") -> dict[str, object]:
-    """Nested values by dotted key."""
-    out: dict[str, object] = {}
-    for key, value in values.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return out
 
 
 def record_missing(command: TrainCommand, model: PreTrainedModel, tokenizer: Tokenizer, asked: list[Prompt]) -> TraceDataset:

@@ -73,6 +73,7 @@ def observe(
         num_layers=num_layers,
         num_seen=torch.tensor([row.num_seen for row in rows]),
         num_new=torch.tensor([row.num_new for row in rows]),
+        rope_offset=torch.zeros(B, dtype=torch.int64),
         new_slots=new_slots,
         slots=slots,
         queries=queries,

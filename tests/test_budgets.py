@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from observations import Row, observe
 
 from learnkv.budgets import Adaptive, Ratio, Uniform, resolve
 from learnkv.observation import Observation
+from tests.observations import Row, observe
 
 Head = list[tuple[int, float]]  # (position, score), ascending in position
 

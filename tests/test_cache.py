@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from learnkv import budgets
 from learnkv.budgets import Ratio
+from learnkv.gates.kvp import KVP, KVPConfig
 from learnkv.heuristics.expected_attention import ExpectedAttention
 from learnkv.heuristics.h2o import H2O
 from learnkv.heuristics.key_diff import KeyDiff
@@ -17,6 +18,7 @@ from learnkv.heuristics.snapkv import SnapKV
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.heuristics.tova import TOVA
 from learnkv.methods import METHODS
+from learnkv.models import describe
 from learnkv.observation import Scorer
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
@@ -144,6 +146,23 @@ def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(llama, scorer, a
             assert torch.equal(together.lengths()[:, b], alone.lengths()[:, 0])
             for mine, own in zip(together.kept_positions(), alone.kept_positions(), strict=True):
                 assert torch.equal(mine[b, :, : own.shape[2]], own[0])
+
+
+def made_kvp(model):
+    torch.manual_seed(0)
+    return KVP(KVPConfig(branch_width=6, width=10), describe(model))
+
+
+@pytest.mark.parametrize("make", [lambda model: ExpectedAttention(future=8), made_kvp], ids=["ExpectedAttention", "KVP"])
+def test_a_plain_left_padded_forward_keeps_what_the_prompt_alone_keeps(llama, make):
+    """Without position_ids a forward counts its pads: keys are rotated further, and scorers that take RoPE off know how far."""
+    ids, mask = left_padded([prompt(n, seed=n)[0] for n in (40, 23)])
+    with attach(llama):
+        together, alone = (EvictionCache(policy(make(llama), 12), llama) for _ in range(2))
+        llama(ids, attention_mask=mask, cache=together)
+        llama(ids[1:, 17:], cache=alone)
+    for mine, own in zip(together.kept_positions(), alone.kept_positions(), strict=True):
+        assert torch.equal(mine[1:, :, : own.shape[2]], own)
 
 
 def test_a_ratio_is_of_each_rows_own_tokens(llama):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comparison_parts import letter_tokenizer, short_prompt, tiny_model
 from torch.nn import functional as F
 
 from learnkv.budgets import Ratio
@@ -20,6 +19,7 @@ from learnkv.models import describe
 from learnkv.prompts import Prompt, Question
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import prefill_many
+from tests.comparison_parts import letter_tokenizer, short_prompt, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_impossible_budget_is_refused_before_anything_runs(model, tokenizer, bud
 
 def test_chosen_lines_run_what_the_development_rows_say(model, tokenizer):
     tried = plan(contenders_of(["snapkv(observation_window=8)", "snapkv+adaptive", "key_diff"], model, tokenizer), [0.3])
-    dev = compare(model, tokenizer, [short_prompt(i) for i in (10, 11)], tried)
+    dev = compare(model, tokenizer, [replace(short_prompt(i), split="dev") for i in (10, 11)], tried)
     plans = plan_chosen(dev, [0.3], model, tokenizer, 4, 16)
     assert {"best heuristic (chosen)", "snapkv (chosen)", "key_diff (chosen)"} <= {p.contender.line for p in plans}
     rows = compare(model, tokenizer, [short_prompt()], plans)

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from comparison_parts import letter_tokenizer, short_prompt, tiny_model
 
 from learnkv import config
 from learnkv.checkpoint import save_gate
@@ -15,6 +14,7 @@ from learnkv.gates.kvp import KVP
 from learnkv.methods import METHODS
 from learnkv.models import describe
 from learnkv.prompts.kinds import KINDS
+from tests.comparison_parts import letter_tokenizer, short_prompt, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import io
 
 import pytest
 import torch
-from recording import byte_tokenizer, tiny_model
 
 from learnkv import config, generate
 from learnkv.evaluation.rows import budget_of
 from learnkv.models import load_model
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
+from tests.recording import byte_tokenizer, tiny_model
 
 CONTEXT = "the ferry leaves at nine and the harbour is closed on sundays. " * 3
 

@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from observations import Row, make_row, observe, with_memory
 from torch import Tensor, nn
 
-from learnkv.heuristics.expected_attention import ExpectedAttention, rotary_frequencies
+from learnkv.heuristics.expected_attention import ExpectedAttention
 from learnkv.heuristics.h2o import H2O
 from learnkv.heuristics.keep_digits import KeepDigits
 from learnkv.heuristics.keep_rare import KeepRare
@@ -25,6 +24,7 @@ from learnkv.heuristics.snapkv import SnapKV
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.heuristics.tova import TOVA
 from learnkv.observation import Observation, Scorer
+from tests.observations import Row, make_row, observe, with_memory
 
 LAYERS = 2
 Reference = Callable[[Row, int], list[float]]  # scores of one head's kept tokens
@@ -357,19 +357,6 @@ def test_expected_attention_is_refused_until_it_knows_the_model():
 def test_a_model_without_rotary_embedding_is_refused_by_name():
     with pytest.raises(ValueError, match="Linear has no rotary"):
         ExpectedAttention().bind(nn.Linear(1, 1))
-
-
-def test_rotary_frequencies_of_hybrid_models_are_those_of_full_attention():
-    from transformers import Gemma3TextConfig
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextModel
-
-    config = Gemma3TextConfig(
-        vocab_size=17, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    model = Gemma3TextModel(config)
-    frequencies, scaling = rotary_frequencies(model)
-    assert torch.equal(frequencies, model.rotary_emb.full_attention_inv_freq) and scaling == 1.0
 
 
 def test_mean_rotation_agrees_with_the_models_own():

@@ -5,12 +5,13 @@ from itertools import permutations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnkv import ops
-from learnkv.gates.kvp import KVP, KVPConfig, positive_fit, trace_features
+from learnkv.gates.kvp import KVP, KVPConfig, positive_fit
 from learnkv.gates.ranking import LOSSES, Items, normalised_reward, order_reward, ranks_of, reward_of, sample, soft_rank
 from learnkv.models import BaseModel
+from learnkv.rope import turn_back
 from tests.observations import Row, observe
 from tests.training_parts import BASE, batch_of, made_gate, made_trace
 
@@ -268,9 +269,38 @@ def test_bfloat16_cache_is_scored_in_float32():
 
 def test_log_positions_tell_far_tokens_apart():
     gate = made_gate(replace(SMALL, inputs=()))
-    features = trace_features([made_trace(5000, base=replace(BASE, num_layers=3))], slice(None), torch.device("cpu"))
+    features = gate.trace_features([made_trace(5000, base=replace(BASE, num_layers=3))], slice(None))
     scores = gate(features, slice(None))
     assert (scores[0, 0, 1000:].diff().abs() > 0).float().mean() > 0.9
+
+
+def rotated(keys: Tensor, start: int) -> Tensor:
+    """Keys [..., n, 8] at RoPE positions start, start + 1, ..."""
+    angle = -(start + torch.arange(keys.shape[-2]))[:, None] * torch.tensor(BASE.frequencies)
+    return turn_back(keys, angle.cos(), angle.sin())
+
+
+@pytest.mark.parametrize("unrotate", [True, False])
+def test_scores_hang_on_where_the_text_stands_only_where_rope_stays_on_the_keys(unrotate):
+    gate, trace = made_gate(replace(SMALL, unrotate=unrotate)), made_trace(9)
+    seen = []
+    for start in (0, 5000):
+        obs = observe([row_of(replace(trace, keys=rotated(trace.keys, start)), 0, [list(range(9))] * 2)], num_layers=3)
+        seen.append(gate.score(replace(obs, rope_offset=torch.tensor([start]))))
+    assert torch.allclose(*seen, atol=1e-4) == unrotate
+
+
+def test_a_bound_gate_takes_off_the_rope_that_its_model_puts_on():
+    model = nn.Linear(1, 1)
+    model.register_buffer("inv_freq", torch.tensor([0.5, 0.05, 0.005]))
+    gate = made_gate(SMALL)
+    assert torch.equal(gate.bind(model).frequencies, model.inv_freq)
+    assert gate.frequencies.tolist() == pytest.approx(BASE.frequencies)
+
+
+def test_a_model_whose_rope_is_unknown_is_refused():
+    with pytest.raises(ValueError, match=r"tiny has no RoPE .* gate.unrotate=false"):
+        KVP(SMALL, replace(BASE, frequencies=()))
 
 
 def test_shared_agents_are_one_set_of_weights():
@@ -341,7 +371,7 @@ def test_calibrating_twice_is_calibrating_once():
 
 
 def test_published_network_has_the_published_size():
-    config = KVPConfig(branch_width=256, width=256, positions="table", max_positions=6000)
+    config = KVPConfig(branch_width=256, width=256, positions="table", max_positions=6000, unrotate=False)
     one = KVP(config, BaseModel("one", "", 1, 1, 1, 128, 128))
     # 465,729 in the authors' code, less weight and bias of two norms that the next linear absorbs, and the last linear's bias
     assert sum(p.numel() for p in one.parameters()) == 465_729 - 4 * 256 - 1

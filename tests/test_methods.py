@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from observations import make_row, observe, with_memory
 from torch import nn
 
 from learnkv import methods
@@ -16,6 +15,7 @@ from learnkv.budgets import ALLOCATORS, Adaptive, Ratio, adaptive, uniform
 from learnkv.heuristics.snapkv import SnapKV
 from learnkv.methods import METHODS
 from learnkv.policy import Policy
+from tests.observations import make_row, observe, with_memory
 
 HEURISTICS = [name for name, method in METHODS.items() if not method.trained]
 

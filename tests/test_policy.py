@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from observations import Row, make_row, observe
 from torch import Tensor
 
 from learnkv.budgets import Adaptive, Ratio, adaptive, adaptive_global, uniform
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.observation import Observation, Scorer
 from learnkv.policy import Policy
+from tests.observations import Row, make_row, observe
 
 
 @dataclass(frozen=True, eq=False)

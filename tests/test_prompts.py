@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from recording import byte_tokenizer
 
 from learnkv.prompts import Prompt, Question, encode, load_prompts, make
 from learnkv.prompts.haystack import SPLITS, documents, split_of
 from learnkv.prompts.kinds import HELDOUT_KINDS, IDENTIFIER_KINDS, KINDS, TRAIN_KINDS
+from tests.recording import byte_tokenizer
 
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from recording import byte_tokenizer, files_of, own_prompts, record_as, record_big_enough, tiny_model
 
 from learnkv import config
 from learnkv.prompts import Prompt, Question
@@ -18,6 +17,7 @@ from learnkv.record import RecordCommand, run
 from learnkv.traces import format, record
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.record import RecordSettings, make_prompts, plan_recording, record_traces, trace_folder
+from tests.recording import byte_tokenizer, files_of, own_prompts, record_as, record_big_enough, tiny_model
 
 GROUPS = [(2, 2), (4, 1), (7, 1)]  # query heads, KV heads: G in {1, 4, 7}
 
@@ -320,6 +320,8 @@ def test_the_command_says_where_the_traces_lie_and_what_to_run_next(recipe, caps
     said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert len(TraceDataset(said["traces"])) == 5 and said["recorded"].startswith("2 heldout, 3 train")
     assert said["next"] == f"python -m learnkv.train recipe={recipe}"
+    assert config.main(run, RecordCommand, [f"recipe={recipe}", "record.train=2", "record.kinds=prose"]) == 0
+    assert f"next: python -m learnkv.train recipe={recipe} 'record.kinds=[prose]' record.train=2" in capsys.readouterr().out
     assert config.main(run, RecordCommand, [f"recipe={recipe}"]) == 0
     assert "to record: 0 traces" in capsys.readouterr().out
 

@@ -4,12 +4,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from comparison_parts import full_row, row
 
 from learnkv.budgets import Ratio
 from learnkv.evaluation import report
 from learnkv.evaluation.choice import choose_best
 from learnkv.evaluation.rows import RowFile, budget_of, read_rows
+from tests.comparison_parts import full_row, row
 
 
 def compared(prompts=4):
@@ -81,7 +81,7 @@ def test_budget_below_one_is_a_ratio_and_else_tokens():
 
 def test_choice_takes_accuracy_first_then_nll():
     def tried(method, accuracy, nll, scorer="snapkv", **more):
-        return [row(prompt=p, method=method, scorer=scorer, accuracy=accuracy, nll=nll, **more) for p in ("p0", "p1")]
+        return [row(split="dev", prompt=p, method=method, scorer=scorer, accuracy=accuracy, nll=nll, **more) for p in ("p0", "p1")]
 
     rows = tried("snapkv", 0.0, 0.1) + tried("snapkv+adaptive", 1.0, 0.9) + tried("snapkv(kernel_size=3)", 1.0, 0.8)
     rows += tried("h2o", 1.0, 0.5, scorer="h2o") + tried("oracle", 1.0, 0.0, scorer="oracle")
@@ -91,11 +91,16 @@ def test_choice_takes_accuracy_first_then_nll():
 
 
 def test_choice_refuses_unfinished_or_missing_runs():
-    rows = [row(), row(prompt="p1"), row(method="h2o", scorer="h2o")]
+    rows = [row(split="dev"), row(split="dev", prompt="p1"), row(split="dev", method="h2o", scorer="h2o")]
     with pytest.raises(ValueError, match="h2o was run on 1 questions and snapkv on 2"):
         choose_best(rows, 0.1)
     with pytest.raises(ValueError, match=r"no heuristic was run at budget 0.3 .* \(budgets there: 0.1\)"):
         choose_best(rows, 0.3)
+
+
+def test_choosing_by_held_out_rows_is_refused():
+    with pytest.raises(ValueError, match="heldout split, which must choose nothing"):
+        choose_best([row()], 0.1)
 
 
 # ---- summaries

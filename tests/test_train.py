@@ -15,7 +15,7 @@ from learnkv.evaluation.reward import rewards, score_trace
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.methods import METHODS
 from learnkv.traces.dataset import TraceDataset
-from learnkv.train import TrainCommand, run
+from learnkv.train import TrainCommand, name_of, run
 from tests.observations import Row, observe
 from tests.recording import byte_tokenizer, tiny_model
 from tests.training_parts import BASE, made_folder, made_gate, made_trace
@@ -55,6 +55,11 @@ def test_one_command_records_trains_and_compares(recipe, capsys):
     for name in ("kvp", "random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"):
         assert out.count(f"\n{name}") >= 2, name
     assert f"next: python -m learnkv.generate model={recipe.parent / 'model'} gate={folder} compare=true" in out
+
+
+@pytest.mark.parametrize(("recipe", "name"), [("kvp", "kvp"), ("paper/kvp", "paper-kvp"), ("some/where/mine.yaml", "mine")])
+def test_recipes_of_one_name_in_two_folders_have_runs_of_their_own(recipe, name):
+    assert name_of(recipe) == name
 
 
 def test_the_same_command_again_changes_nothing(recipe, capsys):

@@ -15,7 +15,9 @@ from learnkv.traces.format import Trace, TraceConfig
 from learnkv.traces.record import RecordSettings
 from learnkv.training import TrainSettings, fit
 
-BASE = BaseModel("tiny", "0123456789abcdef", num_layers=3, num_kv_heads=2, num_query_heads=4, head_dim=8, hidden_size=32)
+BASE = BaseModel(
+    "tiny", "0123456789abcdef", num_layers=3, num_kv_heads=2, num_query_heads=4, head_dim=8, hidden_size=32, frequencies=(1.0, 0.1, 0.01)
+)
 
 
 def made_trace(n: int, seed: int = 0, *, base: BaseModel = BASE, split: str = "train") -> Trace:

@@ -26,7 +26,9 @@ def choose_best(rows: Sequence[Row], budget: float) -> dict[str, str]:
 
 
 def candidates(rows: Sequence[Row], budget: float) -> dict[str, list[Row]]:
-    """The rows of every heuristic at a budget; refuses an empty choice and methods that saw different prompts."""
+    """The rows of every heuristic at a budget; refuses held-out rows, an empty choice and methods that saw different prompts."""
+    if any(row.split == "heldout" for row in rows):
+        raise ValueError("the rows to choose by are of the heldout split, which must choose nothing; run evaluate.split=dev for them")
     by_method: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.budget == budget and not row.gate and row.scorer not in CONTROLS:

@@ -48,6 +48,7 @@ def first_look(scorer: Scorer, trace: Trace, layer: int, scales: Sequence[float]
         num_layers=len(scales),
         num_seen=count,
         num_new=count,
+        rope_offset=torch.zeros_like(count),
         new_slots=torch.arange(n).expand(1, H, n),
         slots=Slots.dense(keys, values, memory=torch.zeros(1, H, n, scorer.memory_size)),
         queries=last_queries(window, scorer.observation_window),

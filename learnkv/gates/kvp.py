@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from learnkv.gates.ranking import LOSSES, OVER_ALL_HEADS, UTILITY_FLOOR, Items, 
 from learnkv.models import BaseModel
 from learnkv.names import unknown
 from learnkv.observation import Observation
+from learnkv.rope import rotary_frequencies, turn_back
 from learnkv.traces.format import Trace
 
 INPUTS = ("keys", "values")
@@ -24,7 +26,7 @@ INPUTS = ("keys", "values")
 
 @dataclass(frozen=True)
 class KVPConfig:
-    """Published (configs/train_single_head.yaml): branch_width=256, width=256, positions=table, inputs keys and values."""
+    """Published (configs/train_single_head.yaml): branch_width=256, width=256, positions=table, unrotate=False, both inputs."""
 
     branch_width: int = 32  # of the key branch and of the value branch
     width: int = 64  # of the trunk
@@ -32,6 +34,7 @@ class KVPConfig:
     positions: str = "log"  # log, table or none
     max_positions: int = 6000  # rows of the table; later positions share the last
     inputs: tuple[str, ...] = ("keys", "values")  # which branches there are; () scores by position alone
+    unrotate: bool = True  # take RoPE off the keys, so that scores hold at positions that were not trained on
     shared: bool = False  # one agent for all heads instead of one per head
     loss: str = "plackett_luce"  # see learnkv.gates.ranking.LOSSES
     permutations: int = 8  # K drawn per item and step
@@ -61,7 +64,7 @@ class KVPConfig:
 class Features:
     """What KVP reads of each token; rows R are the tokens of any number of sequences.
 
-    keys, values  [l, H, R, D] any float type, keys rotated
+    keys, values  [l, H, R, D] any float type, keys as `KVP.as_read` gives them
     positions     [l, H, R] ordinal of the token in its sequence
     num_seen      [R] tokens of that sequence so far
     """
@@ -75,9 +78,10 @@ class Features:
 class KVP(Gate):
     """Key branch, value branch and position part, concatenated into a trunk that ends in one score (arXiv:2602.10238).
 
-    Differs: all agents are one batched network, where the authors train one agent per process; keys and values are standardised
-    per head by the first traces' mean and deviation; the last linear has no bias, which no ranking loss can train, and an affine
-    map per head takes the score to the logarithm of the utility after training, so that heads can share a budget.
+    Differs: all agents are one batched network, where the authors train one agent per process; RoPE is taken off the keys, so that
+    contexts longer than the traces are scored as those are; keys and values are standardised per head by the first traces' mean and
+    deviation; the last linear has no bias, which no ranking loss can train, and an affine map per head takes the score to the
+    logarithm of the utility after training, so that heads can share a budget.
     """
 
     METHOD = "kvp"
@@ -85,6 +89,7 @@ class KVP(Gate):
     config: KVPConfig
     scale: Tensor
     shift: Tensor
+    frequencies: Tensor
 
     def __init__(self, config: KVPConfig, base: BaseModel) -> None:
         super().__init__(config, base)
@@ -96,6 +101,23 @@ class KVP(Gate):
         self.head = HeadLinear(heads, config.width, 1, bias=False)
         self.register_buffer("scale", torch.ones(base.num_layers, base.num_kv_heads))
         self.register_buffer("shift", torch.zeros(base.num_layers, base.num_kv_heads))
+        if self.turns and not base.frequencies:
+            raise ValueError(f"model {base.name} has no RoPE that learnkv knows how to take off the keys; give gate.unrotate=false")
+        self.register_buffer("frequencies", torch.tensor(base.frequencies), persistent=False)
+
+    @property
+    def turns(self) -> bool:
+        """Whether RoPE is taken off the keys."""
+        return self.config.unrotate and "keys" in self.config.inputs
+
+    def bind(self, model: nn.Module) -> KVP:
+        """The gate on the model's device with the model's own frequencies, which rope scaling may have changed since training."""
+        frequencies = rotary_frequencies(model)[0]
+        if not self.turns or torch.equal(frequencies.cpu(), self.frequencies.cpu()):
+            return super().bind(model)
+        bound = copy.deepcopy(self)
+        bound.frequencies = frequencies
+        return super(KVP, bound).bind(model)
 
     def forward(self, features: Features, layers: slice) -> Tensor:
         """[l, H, R] float32 scores by the weights of `layers`."""
@@ -110,13 +132,30 @@ class KVP(Gate):
     def score(self, obs: Observation) -> Tensor:
         self.check_geometry(obs)
         B, H, L = obs.positions.shape
-        keys, values, positions = (rows(x)[None] for x in (obs.keys, obs.values, obs.positions))
+        read = self.as_read(obs.keys, obs.positions + obs.rope_offset[:, None, None])
+        keys, values, positions = (rows(x)[None] for x in (read, obs.values, obs.positions))
         features = Features(keys, values, positions, obs.num_seen.repeat_interleave(L))
         return self(features, slice(obs.layer, obs.layer + 1))[0].view(H, B, L).transpose(0, 1)
 
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
-        return self(trace_features([trace], slice(None), self.device), slice(None))
+        return self(self.trace_features([trace], slice(None)), slice(None))
+
+    def trace_features(self, traces: Sequence[Trace], layers: slice) -> Features:
+        """Rows of the traces side by side, each padded to the longest: R = B * n."""
+        lengths = torch.tensor([len(t.ids) for t in traces], device=self.device)
+        n = int(lengths.max())
+        of_traces = ([recorded(t, name)[layers].to(self.device) for t in traces] for name in INPUTS)
+        keys, values = (padded(x, n).flatten(2, 3) for x in of_traces)
+        positions = torch.arange(n, device=self.device).repeat(len(traces))
+        return Features(self.as_read(keys, positions), values, positions.expand(keys.shape[:3]), lengths.repeat_interleave(n))
+
+    def as_read(self, keys: Tensor, rope_positions: Tensor) -> Tensor:
+        """[..., D] the keys as the key branch reads them: in float32 without RoPE, or as they are where the config says so."""
+        if not self.turns:
+            return keys
+        angle = rope_positions[..., None] * self.frequencies
+        return turn_back(keys.float(), angle.cos(), angle.sin())
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """See `Gate.loss`.  The loss is summed over heads: an agent's gradient does not depend on how many there are."""
@@ -129,7 +168,7 @@ class KVP(Gate):
     def layers_loss(self, batch: Batch, layers: slice) -> tuple[Tensor, Tensor]:
         """(loss, reward), both [l, H, B], of a run of layers."""
         config = self.config
-        features, items = trace_features(batch.traces, layers, self.device), trace_items(batch, layers, self.device)
+        features, items = self.trace_features(batch.traces, layers), trace_items(batch, layers, self.device)
         scores = self(features, layers).view(items.utility.shape)
         return LOSSES[config.loss](*unprotected(scores, items, config.num_sinks, config.num_recent), config.permutations)
 
@@ -150,7 +189,8 @@ class KVP(Gate):
     def prepare(self, traces: Sequence[Trace]) -> None:
         for name, branch in zip(self.config.inputs, self.branches, strict=True):
             assert isinstance(branch, Branch)
-            branch.standardise(torch.cat([finite(t, name) for t in traces], 2).float())
+            refuse_infinite(traces, name)
+            branch.standardise(torch.cat([getattr(self.trace_features([t], slice(None)), name) for t in traces], 2).float())
 
     def calibrate(self, traces: Sequence[Trace]) -> None:
         """Least squares per head from score to the logarithm of the utility, slope above 0 so that the order within a head stays.
@@ -190,15 +230,6 @@ def rows(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def trace_features(traces: Sequence[Trace], layers: slice, device: torch.device) -> Features:
-    """Rows of the traces side by side, each padded to the longest: R = B * n."""
-    lengths = torch.tensor([len(t.ids) for t in traces], device=device)
-    n = int(lengths.max())
-    keys, values = (padded([recorded(t, name)[layers].to(device) for t in traces], n).flatten(2, 3) for name in ("keys", "values"))
-    positions = torch.arange(n, device=device).repeat(len(traces)).expand(keys.shape[:3])
-    return Features(keys, values, positions, lengths.repeat_interleave(n))
-
-
 def recorded(trace: Trace, name: str) -> Tensor:
     """[layers, H, n, D] the trace's keys or values."""
     found: Tensor | None = getattr(trace, name)
@@ -207,12 +238,11 @@ def recorded(trace: Trace, name: str) -> Tensor:
     return found
 
 
-def finite(trace: Trace, name: str) -> Tensor:
-    """`recorded`, refused where a single value would spoil the statistics."""
-    found = recorded(trace, name)
-    if not found.isfinite().all():
-        raise ValueError(f"trace {trace.id}: its {name} are not all finite; record it again or leave it out")
-    return found
+def refuse_infinite(traces: Sequence[Trace], name: str) -> None:
+    """A single value would spoil the statistics."""
+    for trace in traces:
+        if not recorded(trace, name).isfinite().all():
+            raise ValueError(f"trace {trace.id}: its {name} are not all finite; record it again or leave it out")
 
 
 def trace_items(batch: Batch, layers: slice, device: torch.device) -> Items:

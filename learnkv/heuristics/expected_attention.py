@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkv.observation import Observation, Scorer
+from learnkv.rope import rotary_frequencies, turn_back
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,7 @@ class ExpectedAttention(Scorer):
     The first tokens are outliers: left out of mu, S and the softmax, and scored highest.
 
     Differs: queries are taken after the model's query norm, where it has one (kvpress refuses such models).  The statistics
-    are of one step: the prompt or a chunk of it; while decoding, one query without covariance.  RoPE positions are
-    taken to count real tokens.
+    are of one step: the prompt or a chunk of it; while decoding, one query without covariance.
     """
 
     future: int = 512  # positions; kvpress 0.5.5, as all defaults here
@@ -37,6 +37,8 @@ class ExpectedAttention(Scorer):
 
     def bind(self, model: nn.Module) -> Scorer:
         frequencies, scaling = rotary_frequencies(model)
+        if not len(frequencies):
+            raise ValueError(f"{type(model).__name__} has no rotary embedding with inv_freq; expected_attention needs one")
         return BoundExpectedAttention(self.future, self.first, self.epsilon, frequencies=frequencies, attention_scaling=scaling)
 
     def score(self, obs: Observation) -> Tensor:
@@ -71,12 +73,10 @@ class BoundExpectedAttention(ExpectedAttention):
     def turned_back(self, obs: Observation) -> Tensor:
         """R' k [B, H, L, D] float32: rotating the keys back by the mean rotation is rotating mu and S forward."""
         frequencies = self.frequencies.to(obs.keys.device)
-        ahead = obs.num_seen[:, None] + torch.arange(self.future, device=frequencies.device)  # [B, future]
+        ahead = (obs.num_seen + obs.rope_offset)[:, None] + torch.arange(self.future, device=frequencies.device)  # [B, future]
         angle = ahead[..., None] * frequencies
         cos, sin = ((f(angle) * self.attention_scaling).mean(1)[:, None, None] for f in (torch.cos, torch.sin))
-        half = len(frequencies)
-        a, b, still = obs.keys.float().tensor_split((half, 2 * half), -1)
-        return torch.cat([a * cos + b * sin, b * cos - a * sin, still], -1)
+        return turn_back(obs.keys.float(), cos, sin)
 
 
 def query_statistics(obs: Observation, first: int) -> tuple[Tensor, Tensor]:
@@ -88,13 +88,3 @@ def query_statistics(obs: Observation, first: int) -> tuple[Tensor, Tensor]:
     mean = (queries * counted).sum(2) / count
     centred = (queries - mean[:, :, None]) * counted
     return mean, centred.mT @ centred / count[..., None]
-
-
-def rotary_frequencies(model: nn.Module) -> tuple[Tensor, float]:
-    """Inverse frequencies and cos/sin scale of the model's full-attention layers, from its one rotary module."""
-    for module in model.modules():
-        for prefix in ("", "full_attention_"):  # Gemma 3 has one set per layer type
-            frequencies = getattr(module, f"{prefix}inv_freq", None)
-            if isinstance(frequencies, Tensor):
-                return frequencies.float(), float(getattr(module, f"{prefix}attention_scaling", 1.0))
-    raise ValueError(f"{type(model).__name__} has no rotary embedding with inv_freq; expected_attention needs one")

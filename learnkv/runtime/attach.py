@@ -240,9 +240,7 @@ def attention(
     return attend_held(learnkv, state, module, query, key, value, scaling), None
 
 
-def attend_held(
-    step: Step, state: LayerState, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> Tensor:
+def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """[B, T, Q, D] over all slots of each head, this forward's included; then remember and select."""
     T = query.shape[2]
     starts = state.columns == T
@@ -263,9 +261,7 @@ def attend_held(
     return out
 
 
-def attend_probe(
-    probe: ProbeStep, state: LayerState, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> Tensor:
+def attend_probe(probe: ProbeStep, state: LayerState, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """[1, R, Q, D]: probe rows see all that their row holds, and each other causally; then the scorer absorbs them."""
     (_, Q, R, _), H = query.shape, key.shape[1]
     slots = state.held.row(probe.row).slots()

@@ -214,6 +214,7 @@ class Step:
             num_layers=self.num_layers,
             num_seen=self.num_seen.to(device),
             num_new=self.num_new.to(device),
+            rope_offset=(self.next_rope - self.num_seen).to(device),
             new_slots=self.new_slots,
             slots=slots,
             queries=state.queries,
@@ -285,7 +286,7 @@ class ProbeStep:
         seat, one = self.base.seats[self.seat], slice(self.row, self.row + 1)
         pages = state.held.row(self.row)
         obs = self.base.waiting[self.seat, state.index]
-        names = ("num_seen", "num_new", "new_slots", "queries", "num_queries", *get_args(Need))
+        names = ("num_seen", "num_new", "rope_offset", "new_slots", "queries", "num_queries", *get_args(Need))
         per_row = {name: x[one] for name in names if (x := getattr(obs, name)) is not None}
         memory = seat.scorer.absorb(replace(obs, slots=pages.slots(), **per_row), self.probe, queries, keys)
         pages.write_memory(memory, seat.columns)

@@ -1,0 +1,27 @@
+"""RoPE of the model at hand: its frequencies, and how to take it off again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def rotary_frequencies(model: nn.Module) -> tuple[Tensor, float]:
+    """Inverse frequencies [R / 2] float32 of the R dimensions that rotate in full-attention layers, and the factor of cos and sin.
+
+    They are those of the one rotary module as it stands: scaling that changes with the length (dynamic, LongRoPE) is not followed.
+    No frequencies where the model has no such module.
+    """
+    for module in model.modules():
+        for prefix in ("", "full_attention_"):  # Gemma 3 has one set per layer type
+            frequencies = getattr(module, f"{prefix}inv_freq", None)
+            if isinstance(frequencies, Tensor):
+                return frequencies.float(), float(getattr(module, f"{prefix}attention_scaling", 1.0))
+    return torch.zeros(0), 1.0
+
+
+def turn_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., D] float32 turned back by angles of which cos and sin are given, [..., R / 2]; dimensions from R on do not rotate."""
+    half = cos.shape[-1]
+    a, b, still = x.tensor_split((half, 2 * half), -1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin, still], -1)
