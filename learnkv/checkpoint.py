@@ -23,9 +23,10 @@ from learnkv.gates.base import Gate
 from learnkv.models import BaseModel, PreTrainedModel, describe
 from learnkv.names import unknown
 from learnkv.traces.format import write_atomically
+from learnkv.typed import checked
 from learnkv.version import __version__
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CARD = "gate.json"
 WEIGHTS = "gate.safetensors"
 AGAIN = "take it from its source again, or train again"
@@ -138,7 +139,7 @@ def parse_card(text: str, path: Path) -> Card:
         found = values["format_version"]
         if found != FORMAT_VERSION:  # its keys may be others
             raise ValueError(f"{path} has format_version {found}, this learnkv reads {FORMAT_VERSION}; train again")
-        return Card(**values | {"base_model": BaseModel(**values["base_model"])})
+        return checked(Card(**values | {"base_model": checked(BaseModel(**values["base_model"]))}))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is truncated or was edited ({error!r}); {AGAIN}") from error
 

@@ -90,7 +90,9 @@ def arguments(command: object) -> str:
     assert dataclasses.is_dataclass(command) and not isinstance(command, type)
     values, usual = (flat(dataclasses.asdict(c)) for c in (command, load([recipe], type(command))))
     values.pop("recipe")
-    return shlex.join([recipe, *(f"{key}={argument_text(value)}" for key, value in values.items() if value != usual.get(key))])
+    return shlex.join(
+        [recipe, *(f"{key}={argument_text(key, value, type(command))}" for key, value in values.items() if value != usual.get(key))]
+    )
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, object]:
@@ -101,8 +103,10 @@ def flat(values: dict, prefix: str = "") -> dict[str, object]:
     return out
 
 
-def argument_text(value: object) -> str:
-    """A value as it is typed after key=."""
+def argument_text(key: str, value: object, schema: type) -> str:
+    """A value as it is typed after key=, the other way round of `argument_value`."""
+    if isinstance(value, str) and hint_of(key, schema) & {str, Path}:
+        return value
     return yaml.safe_dump(plain(value), default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
 
 

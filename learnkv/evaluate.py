@@ -63,7 +63,7 @@ def settings_of(command: EvaluateCommand) -> EvaluateSettings:
     named = [command.method] if command.method else []
     if command.gate:
         named.append(f"{load_gate(command.gate).METHOD}:{command.gate}")
-    settings = replace(settings, methods=named or settings.methods, choose="" if named else settings.choose)
+    settings = replace(settings, methods=named or settings.methods)
     return replace(settings, budgets=[command.budget]) if command.budget is not None else settings
 
 
@@ -81,7 +81,7 @@ def plans_of(settings: EvaluateSettings, chosen: Sequence[Row], model: PreTraine
     """The methods at the budgets, and what the rows of a development run choose."""
     protected = (settings.num_sinks, settings.num_recent)
     plans = plan(contenders_of(settings.methods, model, tokenizer, *protected), settings.budgets)
-    return plans + plan_chosen(chosen, settings.budgets, model, tokenizer, *protected) if chosen else plans
+    return plans + plan_chosen(chosen, settings.budgets, model, tokenizer, *protected) if settings.choose else plans
 
 
 def show(rows: Sequence[Row], folder: Path) -> None:

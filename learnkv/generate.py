@@ -102,10 +102,18 @@ def own_prompt(command: GenerateCommand) -> Prompt:
     """The user's context and question; an empty context is refused."""
     text = command.prompt or ""
     if command.file is not None:
-        text = sys.stdin.read() if command.file == "-" else Path(command.file).read_text(encoding="utf-8")
+        text = read_given(command.file)
     if not text.strip():
         raise ValueError(f"the context from {command.file or 'prompt'} is empty; there is nothing to compress")
     return Prompt("own", "heldout", text, (Question(f"\n\n{command.question}" if command.question else "", "", ""),))
+
+
+def read_given(file: str) -> str:
+    """A file's text, or standard input's for "-"."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"file={file} is no UTF-8 text ({error}); give a text") from error
 
 
 def policy_of(command: GenerateCommand, model: PreTrainedModel, tokenizer: Tokenizer) -> Policy:

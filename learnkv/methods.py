@@ -35,6 +35,7 @@ READS = {
     "queries_pre_rope": "queries",
     "all_queries": "queries",
     "token_ids": "token ids",
+    "rope_offset": "",
 }
 
 
@@ -80,7 +81,7 @@ class Method:
     @property
     def reads(self) -> str:
         """What the scorer reads beside keys, values and positions, for the table of methods."""
-        reads = {READS[need] for need in self.scorer.needs}
+        reads = {READS[need] for need in self.scorer.needs} - {""}
         reads |= {"queries"} if self.scorer.observation_window else set()
         reads |= {"extra passes"} if self.scorer.probe is not Scorer.probe else set()
         return ", ".join(sorted(reads))

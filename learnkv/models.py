@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers.utils import logging
 
 from learnkv import assets
 from learnkv.names import nearest, unknown
-from learnkv.rope import rotary_frequencies
+from learnkv.rope import rotary_frequencies, turn_back
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class BaseModel:
     name          bundled name, hub id or folder
     weights_hash  `weights_hash` of its parameters
     num_layers    evictable layers: sliding-window ones do not count
-    frequencies   of RoPE in those layers, see `rotary_frequencies`
+    frequencies   of RoPE in those layers, where taking it off by them gives the keys as they were before; else ()
     """
 
     name: str
@@ -54,6 +55,11 @@ class BaseModel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "frequencies", tuple(self.frequencies))  # json knows lists only
+
+    @property
+    def rope_hash(self) -> str:
+        """8 hex digits of the frequencies."""
+        return hashlib.sha256(repr(self.frequencies).encode()).hexdigest()[:8]
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -161,8 +167,30 @@ def describe(model: PreTrainedModel) -> BaseModel:
         num_query_heads=heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         hidden_size=config.hidden_size,
-        frequencies=tuple(rotary_frequencies(model)[0].tolist()),
+        frequencies=removable_frequencies(model, [i for i, kind in enumerate(kinds) if kind == "full_attention"]),
     )
+
+
+@torch.no_grad()
+def removable_frequencies(model: PreTrainedModel, layers: Sequence[int]) -> tuple[float, ...]:
+    """The model's RoPE frequencies, or () where `turn_back` does not take its RoPE off (interleaved pairs, layers without RoPE).
+
+    Tried on one token many times over: whatever layers do to it, they do at every position alike, so that its keys are equal
+    before RoPE, and equal again once it is off.
+    """
+    frequencies = rotary_frequencies(model)[0].to(model.device)
+    if not len(frequencies):
+        return ()
+    ids = torch.full((1, 40), model.config.get_text_config().vocab_size // 2, device=model.device)
+    cache = model(ids, use_cache=True).cache
+    keys = torch.stack([cache.layers[i].keys[0].float() for i in layers])  # [layers, H, 40, D]
+    angle = torch.arange(40, device=model.device)[:, None] * frequencies
+    turned = turn_back(keys, angle.cos(), angle.sin())
+    apart = (turned - turned[:, :, :1]).abs().amax((1, 2, 3)) / turned.abs().amax((1, 2, 3)).clamp(min=1e-6)
+    return tuple(frequencies.tolist()) if (apart < MOST_APART).all() else ()
+
+
+MOST_APART = 0.06  # of the largest key; bfloat16 rounding stays below, another rotation does not
 
 
 def weights_hash(model: torch.nn.Module) -> str:

@@ -14,7 +14,7 @@ from learnkv import ops
 if TYPE_CHECKING:
     from torch import nn
 
-Need = Literal["hidden", "block_input", "mass", "queries_pre_rope", "all_queries", "token_ids"]
+Need = Literal["hidden", "block_input", "mass", "queries_pre_rope", "all_queries", "token_ids", "rope_offset"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,6 @@ class Observation:
     num_layers        how many there are
     num_seen          [B] int64  real tokens so far, evicted ones included, padding not
     num_new           [B] int64  real tokens of this step
-    rope_offset       [B] int64  RoPE position minus position: pads that a plain left-padded forward counts, else 0
     new_slots         [B, H, T] int64  where this step's tokens lie, -1 for padding
     slots             pages, table and lengths: what every op takes
     memory_columns    which floats of the slots' memory are this scorer's
@@ -104,13 +103,13 @@ class Observation:
     queries_pre_rope  [B, Q, T, D]  this step's queries before rotation
     all_queries       [B, Q, T, D]  this step's queries, rotated
     token_ids         [B, T] int64  this step's tokens
+    rope_offset       [B] int64  RoPE position minus position of every token: pads that a plain left-padded forward counts, else 0
     """
 
     layer: int
     num_layers: int
     num_seen: Tensor
     num_new: Tensor
-    rope_offset: Tensor
     new_slots: Tensor
     slots: Slots
     queries: Tensor
@@ -123,6 +122,7 @@ class Observation:
     queries_pre_rope: Tensor | None = field(default=None, kw_only=True)
     all_queries: Tensor | None = field(default=None, kw_only=True)
     token_ids: Tensor | None = field(default=None, kw_only=True)
+    rope_offset: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def keys(self) -> Tensor:

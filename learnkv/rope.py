@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,8 @@ def rotary_frequencies(model: nn.Module) -> tuple[Tensor, float]:
     They are those of the one rotary module as it stands: scaling that changes with the length (dynamic, LongRoPE) is not followed.
     No frequencies where the model has no such module.
     """
-    for module in model.modules():
+    find: Callable[[], nn.Module] = getattr(model, "get_decoder", lambda: model)  # an image tower may rotate too
+    for module in find().modules():
         for prefix in ("", "full_attention_"):  # Gemma 3 has one set per layer type
             frequencies = getattr(module, f"{prefix}inv_freq", None)
             if isinstance(frequencies, Tensor):

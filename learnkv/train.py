@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -64,10 +64,15 @@ class TrainCommand:
     def __post_init__(self) -> None:
         if self.table < 0:
             raise ValueError(f"table={self.table} counts prompts; give 0 or more")
+        if not (self.name or self.recipe):
+            raise ValueError("a run without a recipe has no name to call its folder by; give name=...")
+        if self.name in (".", "..") or Path(self.name).name != self.name:
+            raise ValueError(f"name={self.name} is not the name of a folder inside runs={self.runs}; give a plain name")
 
 
 def run(command: TrainCommand) -> None:
     gate_config = config_of(command)  # a mistake in it should not wait for the model
+    command = replace(command, gate=asdict(cast(Any, gate_config)))
     folder = Path(command.runs) / (command.name or name_of(command.recipe))
     join_processes()
     if place()[0] == 0:
@@ -86,7 +91,7 @@ def run(command: TrainCommand) -> None:
 
 def name_of(recipe: str) -> str:
     """kvp -> kvp, paper/kvp -> paper-kvp, some/where/mine.yaml -> mine."""
-    return Path(recipe).stem if recipe.endswith(".yaml") else recipe.replace("/", "-")
+    return Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe.replace("/", "-")
 
 
 def config_of(command: TrainCommand) -> object:
@@ -116,7 +121,7 @@ def open_run(command: TrainCommand, folder: Path) -> None:
         for stale in (folder / LAST, path):
             stale.unlink(missing_ok=True)
         shutil.rmtree(folder / EVENTS, ignore_errors=True)
-    if path.exists() and (folder / LAST).exists():
+    if (folder / LAST).exists():
         refuse_other_recipe(path, settled(command))
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda to: to.write_text(config.dump(command)))
@@ -125,15 +130,15 @@ def open_run(command: TrainCommand, folder: Path) -> None:
 def refuse_other_recipe(path: Path, wanted: dict[str, Any]) -> None:
     try:
         found = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, UnicodeDecodeError, FileNotFoundError):
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is truncated or was edited; resume=never starts over")
+        raise ValueError(f"{path} is missing, truncated or was edited, so {LAST} beside it can't be gone on from; resume=never starts over")
     there, asked = config.flat(found), config.flat(wanted)
-    for key in asked:
-        if there.get(key) != asked[key]:
+    for key in sorted(asked | {key: None for key in there if key.startswith("gate.")}):
+        if there.get(key) != asked.get(key):
             raise ValueError(
-                f"{path} has {key}={there.get(key)}, this run {key}={asked[key]}; give another name=..., or resume=never to start over"
+                f"{path} has {key}={there.get(key)}, this run {key}={asked.get(key)}; give another name=..., or resume=never to start over"
             )
 
 

@@ -29,6 +29,7 @@ DEFAULTS = dict(
     num_recent=16,
     model="tiny",
     weights_hash="0" * 16,
+    rope="0" * 8,
     dtype="float32",
     accuracy=1.0,
     nll=0.5,

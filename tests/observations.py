@@ -73,7 +73,6 @@ def observe(
         num_layers=num_layers,
         num_seen=torch.tensor([row.num_seen for row in rows]),
         num_new=torch.tensor([row.num_new for row in rows]),
-        rope_offset=torch.zeros(B, dtype=torch.int64),
         new_slots=new_slots,
         slots=slots,
         queries=queries,
@@ -82,6 +81,7 @@ def observe(
         queries_pre_rope=step([row.before_rope for row in rows], 1e3),
         all_queries=step([row.queries for row in rows], 1e3),
         token_ids=step([row.token_ids[:, None] for row in rows], 3)[..., 0],
+        rope_offset=torch.zeros(B, dtype=torch.int64),
     )
 
 

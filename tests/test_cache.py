@@ -165,6 +165,19 @@ def test_a_plain_left_padded_forward_keeps_what_the_prompt_alone_keeps(llama, ma
         assert torch.equal(mine[1:, :, : own.shape[2]], own)
 
 
+def test_scorers_that_take_rope_off_refuse_pads_inside_a_row(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(ExpectedAttention(future=8), 12), llama)
+        llama(prompt(20), cache=cache)
+        ids, mask = torch.cat([torch.zeros(1, 3).long(), prompt(5)], 1), torch.ones(1, 28).long()
+        mask[0, 20:23] = 0
+        with pytest.raises(ValueError, match=r"ExpectedAttention: RoPE positions of row 0 jump .* pass position_ids"):
+            llama(ids, attention_mask=mask, cache=cache)
+        positions = torch.cat([torch.zeros(1, 3).long(), torch.arange(20, 25)[None]], 1)
+        llama(ids, attention_mask=mask, position_ids=positions, cache=cache)
+        assert cache.get_seq_length() == 28
+
+
 def test_a_ratio_is_of_each_rows_own_tokens(llama):
     ids, mask = left_padded([prompt(n)[0] for n in (40, 20)])
     with attach(llama):

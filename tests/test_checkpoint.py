@@ -51,7 +51,7 @@ def test_a_saved_gate_is_as_readable_as_any_file(folder):
 
 def test_card_says_what_the_gate_is(folder):
     card = json.loads((folder / CARD).read_text())
-    assert (card["format_version"], card["method"], card["recipe"]) == (1, "kvp", RECIPE)
+    assert (card["format_version"], card["method"], card["recipe"]) == (2, "kvp", RECIPE)
     assert card["base_model"]["num_kv_heads"] == 2
     assert card["config"]["width"] == 10
 
@@ -104,9 +104,10 @@ def test_an_edited_weight_is_noticed(folder):
         (lambda text: "[]", "truncated or was edited"),
         (lambda text: text.replace('"width": 10', '"width": 11'), "config differs"),
         (lambda text: text.replace('"method": "kvp"', '"method": "kvq"'), "method differs"),
-        (lambda text: text.replace('"format_version": 1', '"format_version": 7'), "format_version 7, this learnkv reads 1"),
+        (lambda text: text.replace('"format_version": 2', '"format_version": 7'), "format_version 7, this learnkv reads 2"),
         (lambda text: text.replace('"method"', '"methods"'), "truncated or was edited"),
-        (lambda text: '{"format_version": 2, "kind": "kvp"}', "format_version 2, this learnkv reads 1"),
+        (lambda text: text.replace('"num_layers": 3', '"num_layers": "3"'), "truncated or was edited"),
+        (lambda text: '{"format_version": 1, "kind": "kvp"}', "format_version 1, this learnkv reads 2"),
     ],
 )
 def test_an_edited_card_is_noticed(folder, edit, says):

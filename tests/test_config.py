@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -184,3 +185,35 @@ def test_help_lists_every_key_with_its_value_and_comment(capsys):
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert {"seed=0 of everything", "train.rate=0.001 AdamW's learning rate", "train.steps=9 optimiser steps", "name=null"} <= set(lines)
     assert config.main(run, Recipe, []) == 2
+
+
+# ---- back to arguments
+
+
+@dataclass
+class Inner:
+    rate: float = 0.1
+    names: list[str] = field(default_factory=lambda: ["a"])
+    folder: str = "data"
+    flag: bool = False
+
+
+@dataclass
+class Typed:
+    recipe: str = ""
+    text: str = "some"
+    limit: int | None = 3
+    inner: Inner = field(default_factory=Inner)
+
+
+TEXTS = ["2024", "true", "my: notes.txt", "[x].txt", "a #b.txt", "${x}.txt", "@x", "prömpts.jsonl", "", "a b", "'q'", "null"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_arguments_of_a_command_give_it_again(text):
+    made = Typed(text=text, limit=None, inner=Inner(rate=1e-7, names=["b", "c d"], folder=text, flag=True))
+    assert config.load(shlex.split(config.arguments(made)), Typed) == made
+
+
+def test_arguments_name_only_what_is_not_the_recipes():
+    assert config.arguments(Typed(inner=Inner(rate=0.5))) == "recipe= inner.rate=0.5"

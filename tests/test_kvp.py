@@ -137,8 +137,8 @@ def test_contexts_that_are_protected_as_a_whole_have_a_loss(loss, n):
     assert reward_of(torch.rand(2, 2, n), torch.rand(2, 2, n), num_sinks=4, num_recent=16).isfinite().all()
 
 
-@pytest.mark.parametrize("permutations", [0, 1])
-def test_too_few_permutations_are_refused(permutations):
+def test_too_few_permutations_are_refused():
+    permutations = 1
     with pytest.raises(ValueError, match="2 or more"):
         made_gate(replace(SMALL, permutations=permutations)).loss(batch_of(made_trace(9)))
 
@@ -299,7 +299,7 @@ def test_a_bound_gate_takes_off_the_rope_that_its_model_puts_on():
 
 
 def test_a_model_whose_rope_is_unknown_is_refused():
-    with pytest.raises(ValueError, match=r"tiny has no RoPE .* gate.unrotate=false"):
+    with pytest.raises(ValueError, match=r"RoPE of model tiny .* gate.unrotate=false"):
         KVP(SMALL, replace(BASE, frequencies=()))
 
 

@@ -134,15 +134,29 @@ def test_own_records_become_prompts_in_their_order(tmp_path):
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([{"context": "a", "question": "b"}], "record 1: 'answer' is None"),
-        ([{"context": "a", "question": "b", "answer": "c"}, {"context": "", "question": "b", "answer": "c"}], "record 2: 'context' is ''"),
-        (["{no json"], "is not JSON lines"),
+        ([{"context": "a", "question": "b"}], "line 1: 'answer' is None"),
+        ([{"context": "a", "question": "b", "answer": "c"}, {"context": "", "question": "b", "answer": "c"}], "line 2: 'context' is ''"),
+        ([{"context": "a", "question": "b", "answer": "  "}], "line 1: 'answer' is '  '"),
+        ([{"context": "a", "question": "b", "answer": "c"}, "", "{no json"], "line 3 is not JSON"),
+        (["1"], "line 1 holds a int"),
         ([""], "is empty"),
     ],
 )
 def test_a_record_that_lacks_something_is_named(tmp_path, records, said):
     with pytest.raises(ValueError, match=said):
         load_prompts(written(tmp_path, *records))
+
+
+def test_texts_that_look_like_something_else_stay_texts_and_a_path_is_no_pattern(tmp_path):
+    path = tmp_path / "own[1]*.jsonl"
+    path.write_text(json.dumps({"context": "a", "question": "When?", "answer": "2024-01-01"}))
+    assert load_prompts(path)[0].questions[0].answer == " 2024-01-01"
+
+
+def test_a_text_file_without_text_is_refused(tmp_path):
+    (tmp_path / "own.txt").write_text(" " * 40)
+    with pytest.raises(ValueError, match="needs a context"):
+        load_prompts(tmp_path / "own.txt")
 
 
 def test_a_text_file_is_continued_from_nine_tenths(tmp_path):

@@ -30,7 +30,14 @@ def compared(prompts=4):
 def test_key_depends_on_what_decides_the_figures_only():
     assert row().key == row(line="chosen", run="elsewhere", accuracy=0.0).key
     changes = [{"prompt": "p1"}, {"question": 1}, {"method": "snapkv+adaptive"}, {"gate": "f"}, {"budget": 0.2}, {"budget_form": "tokens"}]
-    changes += [{"num_sinks": 0}, {"dtype": "bfloat16"}, {"weights_hash": "1"}, {"prefill": "chunked"}, {"question_in_prefix": True}]
+    changes += [
+        {"num_sinks": 0},
+        {"dtype": "bfloat16"},
+        {"weights_hash": "1"},
+        {"rope": "1"},
+        {"prefill": "chunked"},
+        {"question_in_prefix": True},
+    ]
     assert len({row(**change).key for change in changes} | {row().key}) == len(changes) + 1
 
 
@@ -57,6 +64,7 @@ def test_broken_line_inside_the_file_is_an_error_with_its_number(tmp_path):
         RowFile(path).append(row(prompt=prompt))
     whole = path.read_text()
     edited = [whole.replace('"prompt": "p0"', '"prompt": "p7"'), whole.replace('"nll"', '"loss"')]
+    edited += [whole.replace('"accuracy": 1.0', '"accuracy": "1.0"'), whole.replace('"kept_max": ', '"kept_max": null, "x": ')]
     for broken in (*edited, "[]\n" + whole, "{}\n" + whole, "?\n" + whole):
         path.write_text(broken)
         with pytest.raises(ValueError, match=r"line [12]"):

@@ -57,7 +57,9 @@ def test_one_command_records_trains_and_compares(recipe, capsys):
     assert f"next: python -m learnkv.generate model={recipe.parent / 'model'} gate={folder} compare=true" in out
 
 
-@pytest.mark.parametrize(("recipe", "name"), [("kvp", "kvp"), ("paper/kvp", "paper-kvp"), ("some/where/mine.yaml", "mine")])
+@pytest.mark.parametrize(
+    ("recipe", "name"), [("kvp", "kvp"), ("paper/kvp", "paper-kvp"), ("some/where/mine.yaml", "mine"), ("mine.yml", "mine")]
+)
 def test_recipes_of_one_name_in_two_folders_have_runs_of_their_own(recipe, name):
     assert name_of(recipe) == name
 
@@ -79,10 +81,27 @@ def test_a_run_of_another_recipe_is_not_continued_but_can_be_started_over(recipe
     assert load_gate("checkpoints/runs/tiny").METHOD == "kvp"
 
 
+def test_a_knob_of_the_gate_that_is_given_once_and_left_out_later_is_another_recipe(recipe, capsys):
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0", "gate.unrotate=false"]) == 0
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0"]) == 2
+    assert "has gate.unrotate=False, this run gate.unrotate=True" in capsys.readouterr().err
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0", "gate.unrotate=false", "gate.depth=2"]) == 0
+
+
+def test_a_checkpoint_whose_recipe_is_gone_is_not_gone_on_from(recipe, capsys):
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0"]) == 0
+    Path("checkpoints/runs/tiny/recipe.yaml").unlink()
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0", "train.seed=7"]) == 2
+    assert "resume=never starts over" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         ("method=kvpp", "kvp"),
+        ("name=../out", "name=../out"),
+        ("train.seed=20251129194500", "train.seed=20251129194500"),
+        ("gate.permutations=0", "permutations=0"),
         ("gate.widht=3", "gate.widht|width"),
         ("gate.loss=listnett", "listnet"),
         ("gate.width=wide", "width"),
@@ -165,7 +184,7 @@ class KeyOracle(StreamingLLM):
     """Made traces are worth what their keys say."""
 
     def score(self, obs):
-        return obs.keys[..., 0]
+        return obs.keys[..., -1]
 
 
 @pytest.mark.slow

@@ -127,6 +127,13 @@ def test_an_unwritable_run_folder_is_an_error_that_names_it(traces, tmp_path):
         train(str(traces.folder), str(tmp_path / "file" / "run"))
 
 
+@pytest.mark.parametrize("content", [b"hello", b"", b"PK\x03\x04"])
+def test_another_file_in_the_place_of_the_last_checkpoint_is_one_clear_error(traces, tmp_path, content):
+    (tmp_path / LAST).write_bytes(content)
+    with pytest.raises(ValueError, match="truncated or was edited"):
+        train(str(traces.folder), str(tmp_path))
+
+
 def test_a_truncated_last_checkpoint_is_one_clear_error(finished, traces, tmp_path):
     (tmp_path / LAST).write_bytes((finished[1] / LAST).read_bytes()[:1000])
     with pytest.raises(ValueError, match="truncated or was edited"):

@@ -21,13 +21,13 @@ BASE = BaseModel(
 
 
 def made_trace(n: int, seed: int = 0, *, base: BaseModel = BASE, split: str = "train") -> Trace:
-    """n tokens of random keys and values; a token is worth what its key's first dimension says."""
+    """n tokens of random keys and values; a token is worth what its key's last dimension says, which does not rotate."""
     g = torch.Generator().manual_seed(1000 * n + seed)
     shape = base.num_layers, base.num_kv_heads, n, base.head_dim
     keys, values = (torch.randn(shape, generator=g) for _ in range(2))
     mass = torch.rand(shape[:3], generator=g)
     window = torch.randn(base.num_layers, base.num_query_heads, min(n, 32), base.head_dim, generator=g)
-    targets = {"utility": (2 * keys[..., 0]).exp() / n}
+    targets = {"utility": (2 * keys[..., -1]).exp() / n}
     return Trace(f"{split}{n:05d}{seed:05d}", "made", split, torch.arange(n), [], keys, values, window=window, mass=mass, targets=targets)
 
 

@@ -214,6 +214,7 @@ class Bench:
             num_recent=contender.policy.num_recent,
             model=self.base.name,
             weights_hash=self.base.weights_hash,
+            rope=self.base.rope_hash,
             dtype=str(self.model.dtype).removeprefix("torch."),
         )
 

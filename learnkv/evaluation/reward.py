@@ -48,7 +48,6 @@ def first_look(scorer: Scorer, trace: Trace, layer: int, scales: Sequence[float]
         num_layers=len(scales),
         num_seen=count,
         num_new=count,
-        rope_offset=torch.zeros_like(count),
         new_slots=torch.arange(n).expand(1, H, n),
         slots=Slots.dense(keys, values, memory=torch.zeros(1, H, n, scorer.memory_size)),
         queries=last_queries(window, scorer.observation_window),
@@ -56,6 +55,7 @@ def first_look(scorer: Scorer, trace: Trace, layer: int, scales: Sequence[float]
         scale=scales[layer],
         mass=None if trace.mass is None else trace.mass[layer][None],
         token_ids=trace.ids[None],
+        rope_offset=torch.zeros_like(count),
     )
 
 

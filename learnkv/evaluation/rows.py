@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from learnkv.budgets import Ratio
+from learnkv.typed import checked
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FOREIGN = "it was edited, or written by another version: use another file"
 
 
@@ -28,7 +29,7 @@ class Cell:
     question_in_prefix               whether the question was there when tokens were evicted
     prefill                          "one-shot", or "chunked"
     num_sinks, num_recent            first and last tokens that always stay
-    model, weights_hash, dtype       the base model
+    model, weights_hash, rope, dtype the base model; rope is a hash of its RoPE frequencies
     """
 
     prompt: str
@@ -50,6 +51,7 @@ class Cell:
     num_recent: int
     model: str
     weights_hash: str
+    rope: str
     dtype: str
 
     @property
@@ -131,7 +133,7 @@ def parse_row(line: str, where: str) -> Row:
     try:
         values = json.loads(line)
         key = values.pop("key")
-        row = Row(**values)
+        row = checked(Row(**values))
     except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{where} is no row of a comparison ({error}); {FOREIGN}") from error
     if key != row.key:

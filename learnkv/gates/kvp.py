@@ -51,10 +51,9 @@ class KVPConfig:
                 raise unknown("input", name, INPUTS)
         if not self.inputs and self.positions == "none":
             raise ValueError("inputs=[] with positions=none leaves the gate nothing to read; give one of them")
-        sizes = {"branch_width": self.branch_width, "width": self.width, "depth": self.depth, "max_positions": self.max_positions}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}={size} counts units; give 1 or more")
+        for name in ("branch_width", "width", "depth", "max_positions", "permutations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
         for name, size in {"num_sinks": self.num_sinks, "num_recent": self.num_recent}.items():
             if size < 0:
                 raise ValueError(f"{name}={size} counts tokens; give 0 or more")
@@ -85,6 +84,7 @@ class KVP(Gate):
     """
 
     METHOD = "kvp"
+    needs = frozenset({"rope_offset"})
     Config = KVPConfig
     config: KVPConfig
     scale: Tensor
@@ -102,7 +102,9 @@ class KVP(Gate):
         self.register_buffer("scale", torch.ones(base.num_layers, base.num_kv_heads))
         self.register_buffer("shift", torch.zeros(base.num_layers, base.num_kv_heads))
         if self.turns and not base.frequencies:
-            raise ValueError(f"model {base.name} has no RoPE that learnkv knows how to take off the keys; give gate.unrotate=false")
+            raise ValueError(
+                f"learnkv can't take the RoPE of model {base.name} off its keys, which this gate reads; train with gate.unrotate=false"
+            )
         self.register_buffer("frequencies", torch.tensor(base.frequencies), persistent=False)
 
     @property
@@ -132,6 +134,7 @@ class KVP(Gate):
     def score(self, obs: Observation) -> Tensor:
         self.check_geometry(obs)
         B, H, L = obs.positions.shape
+        assert obs.rope_offset is not None
         read = self.as_read(obs.keys, obs.positions + obs.rope_offset[:, None, None])
         keys, values, positions = (rows(x)[None] for x in (read, obs.values, obs.positions))
         features = Features(keys, values, positions, obs.num_seen.repeat_interleave(L))

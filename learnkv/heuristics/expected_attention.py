@@ -27,7 +27,7 @@ class ExpectedAttention(Scorer):
     first: int = 4  # tokens, the paper's sinks
     epsilon: float = 0.0  # attention that every token is sure of
 
-    needs = frozenset({"queries_pre_rope"})
+    needs = frozenset({"queries_pre_rope", "rope_offset"})
 
     def __post_init__(self) -> None:
         if self.future < 1 or self.first < 0 or self.epsilon < 0:
@@ -72,6 +72,7 @@ class BoundExpectedAttention(ExpectedAttention):
 
     def turned_back(self, obs: Observation) -> Tensor:
         """R' k [B, H, L, D] float32: rotating the keys back by the mean rotation is rotating mu and S forward."""
+        assert obs.rope_offset is not None
         frequencies = self.frequencies.to(obs.keys.device)
         ahead = (obs.num_seen + obs.rope_offset)[:, None] + torch.arange(self.future, device=frequencies.device)  # [B, future]
         angle = ahead[..., None] * frequencies

@@ -59,25 +59,31 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     path = Path(path)
     if path.suffix not in (".jsonl", ".json"):
         return [continue_text(path)]
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    if not path.read_bytes().strip():  # datasets ends in a StopIteration there
+    lines = [(number, line) for number, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
+    if not lines:
         raise ValueError(f"{path} is empty; write one object with context, question, answer per line")
+    return [from_record(path, number, line) for number, line in lines]
+
+
+def read_text(path: Path) -> str:
     try:
-        rows = load_dataset("json", data_files=str(path), split="train")
-    except (DatasetGenerationError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON lines: {error}; write one object with context, question, answer per line") from error
-    return [from_record(path, number, row) for number, row in enumerate(rows, 1)]
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error})") from error
 
 
-def from_record(path: Path, number: int, row: dict[str, object]) -> Prompt:
-    """One record of a user's file as a Prompt; the answer's span is found when it occurs once."""
+def from_record(path: Path, number: int, line: str) -> Prompt:
+    """One line of a user's file as a Prompt; the answer's span is found when it occurs once."""
+    # not through `datasets`, whose reader takes "2024-01-01" for a date and a path with [1] for a pattern, and names no line
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number} is not JSON: {error}; write one object with context, question, answer per line") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{path}, line {number} holds a {type(row).__name__}; write one object with context, question, answer per line")
     for key in ("context", "question", "answer"):
-        if not isinstance(row.get(key), str) or (key != "question" and not row[key]):
-            raise ValueError(
-                f"{path}, record {number}: {key!r} is {row.get(key)!r}; every record needs the texts context, question and answer"
-            )
+        if not isinstance(row.get(key), str) or (key != "question" and not str(row[key]).strip()):
+            raise ValueError(f"{path}, line {number}: {key!r} is {row.get(key)!r}; every line needs the texts context, question and answer")
     context, question, answer = (str(row[key]) for key in ("context", "question", "answer"))
     begin = context.find(answer.strip())
     span = (begin, begin + len(answer.strip())) if begin >= 0 and context.count(answer.strip()) == 1 else None
@@ -88,11 +94,8 @@ def from_record(path: Path, number: int, row: dict[str, object]) -> Prompt:
 
 def continue_text(path: Path) -> Prompt:
     """A plain text file as a prompt whose answer is the file's last tenth, 400 characters at most."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text ({error})") from error
+    text = read_text(path)
     cut = max(len(text) - max(1, min(400, len(text) // 10)), 0)
-    if cut == 0:
+    if not text[:cut].strip() or not text[cut:].strip():
         raise ValueError(f"{path} holds {len(text)} characters; a prompt needs a context and something after it")
     return Prompt("user", "user", text[:cut], (Question("", "", text[cut:]),), chat=False)

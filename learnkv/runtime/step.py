@@ -214,7 +214,6 @@ class Step:
             num_layers=self.num_layers,
             num_seen=self.num_seen.to(device),
             num_new=self.num_new.to(device),
-            rope_offset=(self.next_rope - self.num_seen).to(device),
             new_slots=self.new_slots,
             slots=slots,
             queries=state.queries,
@@ -226,6 +225,7 @@ class Step:
             queries_pre_rope=self.queries_pre_rope,
             all_queries=queries.detach(),
             token_ids=self.token_ids,
+            rope_offset=(self.next_rope - self.num_seen).to(device),
         )
 
     def shown(self, base: Observation, seat: Seat) -> Observation:
@@ -257,6 +257,7 @@ def show(obs: Observation, needs: frozenset[Need]) -> Observation:
         queries_pre_rope=obs.queries_pre_rope if "queries_pre_rope" in needs else None,
         all_queries=obs.all_queries if "all_queries" in needs else None,
         token_ids=obs.token_ids if "token_ids" in needs else None,
+        rope_offset=obs.rope_offset if "rope_offset" in needs else None,
     )
 
 
@@ -286,7 +287,7 @@ class ProbeStep:
         seat, one = self.base.seats[self.seat], slice(self.row, self.row + 1)
         pages = state.held.row(self.row)
         obs = self.base.waiting[self.seat, state.index]
-        names = ("num_seen", "num_new", "rope_offset", "new_slots", "queries", "num_queries", *get_args(Need))
+        names = ("num_seen", "num_new", "new_slots", "queries", "num_queries", *get_args(Need))
         per_row = {name: x[one] for name in names if (x := getattr(obs, name)) is not None}
         memory = seat.scorer.absorb(replace(obs, slots=pages.slots(), **per_row), self.probe, queries, keys)
         pages.write_memory(memory, seat.columns)

@@ -17,9 +17,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from learnkv.models import BaseModel
+from learnkv.typed import checked
 from learnkv.version import __version__
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONFIG = "trace_config.json"
 MANIFEST = "manifest.parquet"
 SHARDS = "traces-*.safetensors"
@@ -212,7 +213,7 @@ def open_shard(path: Path) -> safe_open:
 def rows_of(shard: safe_open, path: Path) -> list[dict]:
     """The manifest rows that a shard carries in its header."""
     try:
-        return json.loads(shard.metadata()["rows"])
+        return [dict(**row) for row in json.loads(shard.metadata()["rows"])]
     except (TypeError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"shard {path} holds tensors but no trace rows: learnkv did not write it, or it was edited; {AGAIN}") from error
 
@@ -283,6 +284,8 @@ def read_manifest(folder: Path) -> list[dict]:
     if not table.schema.equals(SCHEMA):
         found, wanted = ([f"{f.name}: {f.type}" for f in schema] for schema in (table.schema, SCHEMA))
         raise ValueError(f"manifest {path} has columns {found}, not {wanted}; delete it and run record: shards are reused")
+    if any(None in row.values() for row in table.to_pylist()):
+        raise ValueError(f"manifest {path} was edited: it has empty cells; delete it and run record: shards are reused")
     return table.to_pylist()
 
 
@@ -309,10 +312,14 @@ def read_config(folder: Path) -> TraceConfig:
 def config_of(path: Path, values: dict) -> TraceConfig:
     """The dataclass out of the file's values; a missing or additional key is an edit."""
     want = {f.name for f in fields(TraceConfig)}, {f.name for f in fields(BaseModel)}
-    have = set(values), set(values.get("base_model") or ())
+    base = values.get("base_model")
+    have = set(values), set(base if isinstance(base, dict) else ())
     if have != want:
         raise ValueError(f"{path} was edited: it has the keys {sorted(have[0] | have[1])}, not {sorted(want[0] | want[1])}; record again")
-    return TraceConfig(**values | {"base_model": BaseModel(**values["base_model"])})
+    try:
+        return checked(TraceConfig(**values | {"base_model": checked(BaseModel(**(base or {})))}))
+    except TypeError as error:
+        raise ValueError(f"{path} was edited: {error}; record again") from error
 
 
 def check_model(folder: Path, found: BaseModel, wanted: BaseModel) -> None:

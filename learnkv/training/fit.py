@@ -98,7 +98,14 @@ class WholeCheckpoints(TorchCheckpointIO):
     def load_checkpoint(self, path: str | Path, map_location: object = None, weights_only: bool | None = None) -> dict:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except (
+            RuntimeError,
+            EOFError,
+            LookupError,
+            TypeError,
+            ValueError,
+            pickle.UnpicklingError,
+        ) as error:  # whatever unpickling noise gives
             raise ValueError(f"checkpoint {path} is truncated or was edited ({error}); delete it to train from the start") from error
 
 

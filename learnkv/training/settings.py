@@ -39,5 +39,7 @@ class TrainSettings:
         for name in ("min_lr", "weight_decay", "warmup", "ema_start", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
+        if self.seed >= 2**32:
+            raise ValueError(f"train.seed={self.seed} is above 2**32 - 1; give a smaller number")
         if not 0 <= self.ema < 1:
             raise ValueError(f"train.ema={self.ema} is a decay; give a number from 0 (no averaging) to below 1")
