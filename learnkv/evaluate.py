@@ -2,7 +2,7 @@
 
 python -m learnkv.evaluate recipe=compare                                   the shipped comparison
 python -m learnkv.evaluate method=snapkv budget=0.1                         one method; below 1 a fraction of the context, else tokens
-python -m learnkv.evaluate gate=checkpoints/my-run prompts=mine.jsonl       your gate on your prompts
+python -m learnkv.evaluate gate=checkpoints/runs/kvp prompts=mine.jsonl    your gate on your prompts
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def run(command: EvaluateCommand) -> None:
     print(f"rows go to {rows_file}; a stopped run goes on from there", flush=True)
     rows = compare(model, tokenizer, asked, plans, path=rows_file, progress=partial(tqdm, desc="prompts", unit="prompt", file=sys.stderr))
     show(rows, Path(settings.out))
-    print(f"next: python -m learnkv.generate model={command.model} compare=true")
+    gate = f" gate={command.gate}" if command.gate else ""
+    print(f"next: python -m learnkv.generate model={command.model}{gate} compare=true")
 
 
 def settings_of(command: EvaluateCommand) -> EvaluateSettings:
@@ -103,10 +104,14 @@ def show(rows: Sequence[Row], folder: Path) -> None:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader should know of these rows: budgets that held whole contexts."""
+    """What a reader should know of these rows: budgets that held whole contexts, and those that hold protected tokens only."""
     evicting = [row for row in rows if row.scorer != "full"]
     whole = {row.budget: sum(r.kept_mean >= r.num_tokens for r in evicting if r.budget == row.budget) for row in evicting}
-    return [f"budget {b:g} held the whole context in {count} rows: nothing was evicted there" for b, count in whole.items() if count]
+    said = [f"budget {b:g} held the whole context in {count} rows: nothing was evicted there" for b, count in whole.items() if count]
+    forced = {r.budget: r.num_sinks + r.num_recent for r in evicting if r.budget * r.num_tokens <= r.num_sinks + r.num_recent}
+    return said + [
+        f"budget {b:g} is within the {n} protected tokens of some contexts: every method keeps the same" for b, n in forced.items()
+    ]
 
 
 if __name__ == "__main__":

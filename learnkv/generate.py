@@ -7,6 +7,7 @@ python -m learnkv.generate gate=checkpoints/runs/kvp budget=0.1 file=-       you
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -79,7 +80,8 @@ def run(command: GenerateCommand) -> None:
                 new = answer(model, held, context, question, command.max_new_tokens)
                 milliseconds = 1000 * (time.perf_counter() - start) / len(new)
                 print(f"\n{name}: {len(new)} tokens, {milliseconds:.0f} ms per token\n{text_of(tokenizer, new)}", flush=True)
-    print("\nnext: python -m learnkv.evaluate recipe=compare")
+    named = f"gate={command.gate}" if command.gate else f"method={shlex.quote(command.method)}"
+    print(f"\nnext: python -m learnkv.evaluate {named} evaluate.count=20")
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> str:

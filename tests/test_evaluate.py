@@ -110,3 +110,8 @@ def test_shipped_recipes_name_methods_and_kinds_that_exist():
         settings = config.load([f"recipe={recipe}"], EvaluateCommand).evaluate
         assert [parse_entry(text, [*METHODS, *GATES]) for text in settings.methods]
         assert set(settings.kinds) <= set(KINDS) and settings.kinds
+
+
+def test_budgets_within_the_protected_tokens_are_said(folder, tmp_path, capsys):
+    assert evaluate(folder, tmp_path, "method=key_diff", "budget=0.01") == 0
+    assert "budget 0.01 is within the 20 protected tokens of some contexts: every method keeps the same" in capsys.readouterr().out
