@@ -1,10 +1,11 @@
-"""How many tokens stay, per KV head: uniform, or adaptive over the heads of a layer or of the whole model."""
+"""How many tokens stay, per KV head: uniform, by layer, or adaptive over the heads of a layer or of the whole model."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -39,10 +40,15 @@ class Allocator(Protocol):
     budget        [B] int64 tokens per KV head
     observations  one per layer, beside the scores
     returns       one [B, H] int64 per layer, tokens kept per head; sums to H * budget over what it was shown where that many are filled
+    scope         "model" where it must see all layers at once
+    spans         "model" where the layers share one budget, so that a layer may hold more than its part while others hold less
     """
 
     @property
     def scope(self) -> Literal["layer", "model"]: ...
+
+    @property
+    def spans(self) -> Literal["layer", "model"]: ...
 
     def __call__(self, scores: list[Tensor], budget: Tensor, observations: list[Observation]) -> list[Tensor]: ...
 
@@ -52,6 +58,7 @@ class Uniform:
     """Every head keeps `budget` tokens."""
 
     scope: Literal["layer", "model"] = "layer"
+    spans: ClassVar[Literal["layer", "model"]] = "layer"
 
     def __call__(self, scores: list[Tensor], budget: Tensor, observations: list[Observation]) -> list[Tensor]:
         return [budget[:, None].expand(s.shape[:2]) for s in scores]
@@ -73,6 +80,10 @@ class Adaptive:
         if not 0 <= self.floor <= 1:
             raise ValueError(f"floor={self.floor} is the fraction of the budget every head is sure of; give a number from 0 to 1")
 
+    @property
+    def spans(self) -> Literal["layer", "model"]:
+        return self.scope
+
     def __call__(self, scores: list[Tensor], budget: Tensor, observations: list[Observation]) -> list[Tensor]:
         positions = [obs.positions for obs in observations]
         low = (budget.double() * self.floor + 1e-9).long()
@@ -91,8 +102,83 @@ def raise_top(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
     return scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(best, float("inf"))
 
 
+@dataclass(frozen=True)
+class Pyramid:
+    """Lower layers keep more, upper layers less, in even steps (PyramidKV, arXiv:2406.02069).
+
+    Of the budget's C tokens the p protected ones stay in every layer.  Beside them the first layer keeps (2 - 1 / beta) (C - p), the
+    last (C - p) / beta, the others evenly between.  What a layer cannot hold goes to
+    the others, and tokens are rounded so that the layers together keep n * C exactly.
+
+    direction  "up" gives upper layers more, as some descriptions have it
+    official   KVCache-Factory's arithmetic: whole steps, which overspend small budgets, and uniform where the prompt is under 2 (C - p)
+    """
+
+    beta: float = 20.0
+    direction: Literal["down", "up"] = "down"
+    official: bool = False
+
+    scope: ClassVar[Literal["layer", "model"]] = "layer"
+    spans: ClassVar[Literal["layer", "model"]] = "model"
+
+    def __post_init__(self) -> None:
+        if not self.beta > 1:
+            raise ValueError(f"beta={self.beta} divides the budget of the smallest layer; give a number above 1")
+        if self.direction not in ("down", "up"):
+            raise ValueError(f"direction={self.direction!r} is neither 'down' (lower layers keep more) nor 'up'")
+
+    def __call__(self, scores: list[Tensor], budget: Tensor, observations: list[Observation]) -> list[Tensor]:
+        return [self.of_layer(s, budget, obs) for s, obs in zip(scores, observations, strict=True)]
+
+    def of_layer(self, scores: Tensor, budget: Tensor, obs: Observation) -> Tensor:
+        """[B, H] tokens per head of the layer that `obs` shows."""
+        protected = (scores == float("inf")).sum(-1).amax(1)  # [B]
+        layer = obs.layer if self.direction == "down" else obs.num_layers - 1 - obs.layer
+        kept = [
+            p + self.by_layer(max(0, c - p), max(0, n - p), obs.num_layers)[layer]
+            for c, p, n in zip(budget.tolist(), protected.tolist(), obs.num_seen.tolist(), strict=True)
+        ]
+        return torch.tensor(kept, device=scores.device)[:, None].expand(scores.shape[:2])
+
+    def by_layer(self, past: int, available: int, num_layers: int) -> list[int]:
+        """Unprotected tokens per layer, the first layer first: of a mean of `past`, where every layer has `available`."""
+        if past >= available or num_layers == 1 or (self.official and available < 2 * past):
+            return [min(past, available)] * num_layers
+        if self.official:
+            low = int(past // self.beta)
+            high = 2 * past - low
+            if high >= available:
+                high, low = available, 2 * past - available
+            step = (high - low) // (num_layers - 1)
+            return [high - layer * step for layer in range(num_layers)]
+        least, most = past / self.beta, past * (2 - 1 / self.beta)
+        return rounded(filled([most - layer * (most - least) / (num_layers - 1) for layer in range(num_layers)], available))
+
+
+def filled(wanted: list[float], most: int) -> list[float]:
+    """No more than `most` of each; what is cut off goes to the others in equal parts, until all of it is placed or all are full."""
+    given, rest = [0.0] * len(wanted), wanted
+    while any(g + r > most + 1e-9 for g, r in zip(given, rest, strict=True)):
+        given = [g + r for g, r in zip(given, rest, strict=True)]
+        excess = sum(max(0.0, g - most) for g in given)
+        given = [min(g, float(most)) for g in given]
+        room = [g < most for g in given]
+        rest = [excess / sum(room) if free else 0.0 for free in room] if any(room) else [0.0] * len(wanted)
+    return [g + r for g, r in zip(given, rest, strict=True)]
+
+
+def rounded(wanted: list[float]) -> list[int]:
+    """Whole numbers of the same sum: the largest remainders are rounded up, of equal ones the first."""
+    whole = [math.floor(w + 1e-9) for w in wanted]
+    by_remainder = sorted(range(len(wanted)), key=lambda i: whole[i] - wanted[i])
+    for i in by_remainder[: round(sum(wanted)) - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
 uniform = Uniform()
+pyramid = Pyramid()
 adaptive = Adaptive()
 adaptive_global = Adaptive(floor=0.0, scope="model")
 
-ALLOCATORS: dict[str, Allocator] = {"uniform": uniform, "adaptive": adaptive, "adaptive_global": adaptive_global}
+ALLOCATORS: dict[str, Allocator] = {"uniform": uniform, "pyramid": pyramid, "adaptive": adaptive, "adaptive_global": adaptive_global}

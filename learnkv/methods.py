@@ -10,6 +10,8 @@ from learnkv import budgets
 from learnkv.budgets import Allocator, Ratio
 from learnkv.checkpoint import load_gate
 from learnkv.gates.kvp import KVP
+from learnkv.heuristics.chunkkv import ChunkKV
+from learnkv.heuristics.cur import CUR
 from learnkv.heuristics.expected_attention import ExpectedAttention
 from learnkv.heuristics.h2o import H2O
 from learnkv.heuristics.keep_digits import KeepDigits
@@ -20,9 +22,12 @@ from learnkv.heuristics.kvzip import KVzip
 from learnkv.heuristics.lagkv import LagKV
 from learnkv.heuristics.oracle import Oracle
 from learnkv.heuristics.random import Random
+from learnkv.heuristics.recency_hybrid import RecencyHybrid
+from learnkv.heuristics.scissorhands import Scissorhands
 from learnkv.heuristics.snapkv import SnapKV
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.heuristics.tova import TOVA
+from learnkv.heuristics.vatp import VATP
 from learnkv.names import unknown
 from learnkv.observation import Scorer
 from learnkv.policy import Policy
@@ -46,6 +51,7 @@ class Method:
     scorer    class whose dataclass fields are the method's knobs; those without a default must be given
     paper     arXiv id, "" for a control of ours
     allocate  name in budgets.ALLOCATORS, used unless the caller names another
+    num_sinks first tokens that always stay, unless the caller says otherwise
     """
 
     trained: ClassVar[bool] = False
@@ -53,20 +59,22 @@ class Method:
     scorer: type[Scorer]
     paper: str = ""
     allocate: str = "uniform"
+    num_sinks: int = Policy.num_sinks
 
     def __call__(
         self,
         budget: int | Ratio,
         *,
         allocate: str | Allocator | None = None,
-        num_sinks: int = Policy.num_sinks,
+        num_sinks: int | None = None,
         num_recent: int = Policy.num_recent,
         interval: int = Policy.interval,
         **knobs: object,
     ) -> Policy:
         """A Policy; `allocate` is a name in budgets.ALLOCATORS or an Allocator, `knobs` are the scorer's own fields."""
         rule = allocator(self.allocate if allocate is None else allocate)
-        return Policy(self.build(knobs), budget, rule, num_sinks=num_sinks, num_recent=num_recent, interval=interval)
+        sinks = self.num_sinks if num_sinks is None else num_sinks
+        return Policy(self.build(knobs), budget, rule, num_sinks=sinks, num_recent=num_recent, interval=interval)
 
     @property
     def defaults(self) -> dict[str, object]:
@@ -81,13 +89,15 @@ class Method:
     @property
     def reads(self) -> str:
         """What the scorer reads beside keys, values and positions, for the table of methods."""
-        reads = {READS[need] for need in self.scorer.needs} - {""}
-        reads |= {"queries"} if self.scorer.observation_window else set()
+        scorers: list[type[Scorer] | Scorer] = [self.scorer, *(base for base in self.defaults.values() if isinstance(base, Scorer))]
+        reads = {READS[need] for scorer in scorers for need in scorer.needs} - {""}
+        reads |= {"queries"} if any(scorer.observation_window for scorer in scorers) else set()
         reads |= {"extra passes"} if self.scorer.probe is not Scorer.probe else set()
         return ", ".join(sorted(reads))
 
     def build(self, knobs: Mapping[str, Any]) -> Scorer:
         """The scorer with these knobs."""
+        knobs = {name: named_scorer(value) if isinstance(self.defaults.get(name), Scorer) else value for name, value in knobs.items()}
         self.check(knobs)
         return self.scorer(**knobs)
 
@@ -120,9 +130,18 @@ class GateMethod(Method):
         return gate
 
 
+def named_scorer(base: object) -> object:
+    """The scorer of a method that is given by name, with its usual knobs; anything else as it is."""
+    if not isinstance(base, str):
+        return base
+    if base not in METHODS:
+        raise unknown("method", base, METHODS)
+    return METHODS[base].build({})
+
+
 def check_kind(scorer: str, name: str, value: object, default: object) -> None:
     """Refuses a knob's value whose type is not its default's; an int passes where a float is meant."""
-    kind = (int, float) if isinstance(default, float) else type(default)
+    kind = (int, float) if isinstance(default, float) else Scorer if isinstance(default, Scorer) else type(default)
     if default is not MISSING and (isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, kind)):
         raise ValueError(
             f"{scorer}: {name}={value!r} is of type {type(value).__name__}; give {type(default).__name__}, as in {name}={default!r}"
@@ -142,13 +161,20 @@ METHODS: dict[str, Method] = {
     "random": Method(Random),
     "oracle": Method(Oracle),
     "streaming_llm": Method(StreamingLLM, "2309.17453"),
+    "sliding_window": Method(StreamingLLM, num_sinks=0),
     "h2o": Method(H2O, "2306.14048"),
+    "scissorhands": Method(Scissorhands, "2305.17118"),
+    "vatp": Method(VATP, "2406.12335"),
+    "recency_hybrid": Method(RecencyHybrid),
     "tova": Method(TOVA, "2401.06104"),
     "snapkv": Method(SnapKV, "2404.14469"),
+    "pyramidkv": Method(SnapKV, "2406.02069", allocate="pyramid"),
     "ada_snapkv": Method(SnapKV, "2407.11550", allocate="adaptive"),
+    "chunkkv": Method(ChunkKV, "2502.00299"),
     "key_norm": Method(KeyNorm, "2406.11430"),
     "key_diff": Method(KeyDiff, "2504.15364"),
     "lagkv": Method(LagKV, "2504.04704"),
+    "cur": Method(CUR, "2509.15038"),
     "expected_attention": Method(ExpectedAttention, "2510.00636"),
     "kvzip": Method(KVzip, "2505.23416", allocate="adaptive_global"),
     "keep_digits": Method(KeepDigits),

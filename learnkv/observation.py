@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -203,6 +203,28 @@ class Scorer:
     def absorb(self, obs: Observation, probe: Probe, queries: Tensor, keys: Tensor) -> Tensor:
         """[B, H, L, memory_size] after a probe's rows ran: queries [B, Q, R, D], keys [B, H, R, D], both rotated."""
         return obs.memory
+
+
+@dataclass(frozen=True)
+class Wrapper(Scorer):
+    """Reads and remembers what its base does; a subclass says what becomes of the base's scores.
+
+    Raises ValueError for a base that runs rows of its own after the prompt (KVzip).
+    """
+
+    base: Scorer
+
+    def __post_init__(self) -> None:
+        if type(self.base).probe is not Scorer.probe:
+            raise ValueError(f"{type(self).__name__}: base={type(self.base).__name__} runs passes of its own; wrap another scorer")
+        for name in ("observation_window", "memory_size", "needs", "scope"):
+            object.__setattr__(self, name, getattr(self.base, name))
+
+    def bind(self, model: nn.Module) -> Self:
+        return replace(self, base=self.base.bind(model))
+
+    def remember(self, obs: Observation) -> Tensor:
+        return self.base.remember(obs)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from learnkv.budgets import Adaptive, Ratio, Uniform, resolve
+from learnkv.budgets import Adaptive, Pyramid, Ratio, Uniform, resolve
 from learnkv.observation import Observation
 from tests.observations import Row, observe
 
@@ -143,3 +144,51 @@ def test_a_ratio_outside_0_to_1_is_refused(kept):
 def test_a_floor_outside_0_to_1_is_refused(floor):
     with pytest.raises(ValueError, match="floor="):
         Adaptive(floor=floor)
+
+
+# ---- pyramid
+
+
+def pyramid_counts(rule: Pyramid, budget: int, n: int, layers: int, protected: int = 0) -> list[int]:
+    """Tokens kept per layer of one head of n tokens, the first `protected` protected."""
+    x = torch.zeros(1, n, 1)
+    obs = observe([Row(x, x, x, x, torch.zeros(n).long(), [list(range(n))], 0, [torch.zeros(n, 0)])])
+    scores = torch.zeros(1, 1, n)
+    scores[..., :protected] = math.inf
+    shown = [replace(obs, layer=layer, num_layers=layers) for layer in range(layers)]
+    return [int(rule([scores], torch.tensor([budget]), [o])[0]) for o in shown]
+
+
+@given(st.integers(1, 200), st.integers(1, 400), st.integers(1, 40), st.integers(0, 8), st.sampled_from(["down", "up"]))
+@settings(max_examples=200, deadline=None)
+def test_a_pyramid_keeps_its_budget_to_the_token_and_no_layer_more_than_there_is(budget, n, layers, protected, direction):
+    protected = min(protected, n, budget)
+    counts = pyramid_counts(Pyramid(direction=direction), budget, n, layers, protected)
+    assert sum(counts) == layers * min(budget, n)
+    assert all(protected <= c <= n for c in counts)
+    assert counts == sorted(counts, reverse=direction == "down")
+
+
+def test_a_pyramid_is_steep_where_there_is_room():
+    counts = pyramid_counts(Pyramid(beta=20.0), 100, 1000, 11)
+    assert counts[0] == 195 and counts[5] == 100 and counts[-1] == 5
+
+
+@pytest.mark.parametrize(
+    ("budget", "layers", "first", "last", "mean"),
+    [(64, 32, 118, 25, 71.5), (64, 80, 118, 39, 78.5), (128, 32, 242, 25, 133.5), (128, 80, 242, 84, 163.0), (512, 32, 991, 61, 526.0)],
+)
+def test_official_pyramids_are_those_of_kvcache_factory(budget, layers, first, last, mean):
+    """Computed from its arithmetic at 8,192 tokens and a window of 8 (shared/spec/heuristic-methods.md, appendix B)."""
+    counts = pyramid_counts(Pyramid(official=True), budget, 8192, layers, 8)
+    assert (counts[0], counts[-1], sum(counts) / layers) == (first, last, mean)
+
+
+def test_an_official_pyramid_of_a_short_prompt_is_uniform():
+    assert pyramid_counts(Pyramid(official=True), 2048, 3000, 32, 8) == [2048] * 32
+
+
+@pytest.mark.parametrize("knobs", [{"beta": 1.0}, {"direction": "sideways"}])
+def test_pyramid_refuses_a_knob_it_cannot_mean(knobs):
+    with pytest.raises(ValueError, match=f"{next(iter(knobs))}="):
+        Pyramid(**knobs)

@@ -27,7 +27,7 @@ from learnkv.runtime.pages import PAGE
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen": (Qwen3Config, Qwen3ForCausalLM)}
-ALLOCATORS = ["uniform", "adaptive", "adaptive_global"]
+ALLOCATORS = ["uniform", "pyramid", "adaptive", "adaptive_global"]
 
 
 @pytest.fixture
@@ -120,6 +120,16 @@ def test_ragged_selection_keeps_other_numbers_in_other_heads(llama):
         llama(prompt(40), cache=cache)
     assert torch.equal(cache.lengths().sum(2), torch.full((3, 1), 28))
     assert len(set(cache.lengths().flatten().tolist())) > 1
+
+
+def test_a_pyramid_stays_within_its_budget_while_decoding(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(KeyNorm(), 14, "pyramid"), llama)
+        llama(prompt(40), cache=cache)
+        for step in range(6):
+            llama(prompt(1, seed=step), cache=cache)
+            lengths = cache.lengths()[:, 0]
+            assert lengths.sum() == 3 * 2 * 14 and (lengths[0] > lengths[1]).all() and (lengths[1] > lengths[2]).all()
 
 
 def left_padded(rows):

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from learnkv.heuristics.chunkkv import ChunkKV
+from learnkv.heuristics.cur import CUR
 from learnkv.heuristics.expected_attention import ExpectedAttention
 from learnkv.heuristics.h2o import H2O
 from learnkv.heuristics.keep_digits import KeepDigits
@@ -20,9 +22,12 @@ from learnkv.heuristics.key_norm import KeyNorm
 from learnkv.heuristics.lagkv import LagKV
 from learnkv.heuristics.oracle import Oracle
 from learnkv.heuristics.random import Random
+from learnkv.heuristics.recency_hybrid import RecencyHybrid
+from learnkv.heuristics.scissorhands import Scissorhands
 from learnkv.heuristics.snapkv import SnapKV
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.heuristics.tova import TOVA
+from learnkv.heuristics.vatp import VATP
 from learnkv.observation import Observation, Scorer
 from tests.observations import Row, make_row, observe, with_memory
 
@@ -162,6 +167,34 @@ def h2o(row: Row, h: int) -> list[float]:
     return [float(m) for m in array(row.memory[h][:, 0]) + mass]
 
 
+def cur(row: Row, h: int) -> list[float]:
+    squares = [(array(x[h])[row.kept[h]] ** 2).sum(1) for x in (row.keys, row.values)]
+    n = len(row.kept[h])
+    shares = [[s[j] / max(s[j // 16 * 16 : j // 16 * 16 + 16].sum(), 1e-30) for j in range(n)] for s in squares]
+    product = np.array([k * v for k, v in zip(*shares, strict=True)])
+    return [1.0 if j < 4 else p / max(product.sum(), 1e-30) for j, p in enumerate(product)]
+
+
+def recency_hybrid(row: Row, h: int) -> list[float]:
+    fading = 2 ** (-row.num_new / 20)
+    new = sum(attention(row, q, h, i) for q in group(row, h) for i in range(row.num_seen - row.num_new, row.num_seen))
+    mass = array(row.memory[h][:, 0]) * fading + new
+    fresh = [2 ** (-(row.num_seen - 1 - j) / 8) for j in row.kept[h]]
+    return [0.6 * m / max(mass.max(), 1e-30) + 0.4 * f for m, f in zip(mass, fresh, strict=True)]
+
+
+def vatp(row: Row, h: int) -> list[float]:
+    return [m * float(np.abs(array(row.values[h, j])).sum()) for m, j in zip(h2o(row, h), row.kept[h], strict=True)]
+
+
+def chunkkv(row: Row, h: int) -> list[float]:
+    chunks: dict[int, list[float]] = {}
+    for head, kept in enumerate(row.kept):
+        for j, score in zip(kept, key_norm(row, head), strict=True):
+            chunks.setdefault(j // 5, []).append(score)
+    return [float(np.mean(chunks[j // 5])) for j in row.kept[h]]
+
+
 def keep_digits(row: Row, h: int) -> list[float]:
     born = [float(int(row.token_ids[j]) in (1, 4)) for j in row.kept[h][-row.num_new :]]
     return row.memory[h][: -row.num_new, 0].tolist() + born
@@ -180,6 +213,11 @@ SCORERS: dict[str, tuple[Scorer, Reference]] = {
     "expected_attention": (BOUND, expected_attention),
     "h2o": (H2O(), h2o),
     "keep_digits": (KeepDigits(Words()), keep_digits),
+    "cur": (CUR(), cur),
+    "scissorhands": (Scissorhands(observation_window=9), snapkv(9, 1, max)),
+    "recency_hybrid": (RecencyHybrid(weight=0.6, mass_half_life=20.0, age_half_life=8.0), recency_hybrid),
+    "vatp": (VATP(), vatp),
+    "chunkkv": (ChunkKV(KeyNorm(), chunk_size=5), chunkkv),
 }
 SHAPES = {"MHA": (3, 1), "GQA": (2, 3), "MQA": (1, 4)}
 

@@ -68,7 +68,7 @@ def test_every_heuristic_runs_under_every_allocator_and_keeps_the_budget(name, a
 def test_every_method_names_its_paper_in_the_scorers_docstring_or_is_a_control(name):
     method = METHODS[name]
     assert re.fullmatch(r"(\d{4}\.\d{5})?", method.paper)
-    source = (method.scorer.__doc__ or "") + (Adaptive.__doc__ if method.allocate != "uniform" else "")
+    source = (method.scorer.__doc__ or "") + (type(ALLOCATORS[method.allocate]).__doc__ or "")
     assert method.paper in source
 
 

@@ -97,7 +97,7 @@ def over_budget(states: list[LayerState], num_new: Tensor, budget: Tensor, polic
         return [bool((num_new > budget).any())] * len(states)
     H = states[0].pages.lengths.shape[1]
     after = torch.stack([state.held.lengths.sum(1) for state in states]) + num_new * H  # [layers, B]
-    if policy.scope == "model":
+    if policy.allocate.spans == "model":
         return [bool((after.sum(0) > budget * H * len(states)).any())] * len(states)
     return (after > budget * H).any(1).tolist()
 
