@@ -107,8 +107,8 @@ class Pyramid:
     """Lower layers keep more, upper layers less, in even steps (PyramidKV, arXiv:2406.02069).
 
     Of the budget's C tokens the p protected ones stay in every layer.  Beside them the first layer keeps (2 - 1 / beta) (C - p), the
-    last (C - p) / beta, the others evenly between.  What a layer cannot hold goes to
-    the others, and tokens are rounded so that the layers together keep n * C exactly.
+    last (C - p) / beta, the others evenly between.  What a layer cannot hold goes to the others, and tokens are rounded so that all
+    layers together keep exactly as many as under `uniform`.
 
     direction  "up" gives upper layers more, as some descriptions have it
     official   KVCache-Factory's arithmetic: whole steps, which overspend small budgets, and uniform where the prompt is under 2 (C - p)

@@ -2,7 +2,7 @@
 
 python -m learnkv.evaluate recipe=compare                                   the shipped comparison
 python -m learnkv.evaluate method=snapkv budget=0.1                         one method; below 1 a fraction of the context, else tokens
-python -m learnkv.evaluate gate=checkpoints/runs/kvp prompts=mine.jsonl    your gate on your prompts
+python -m learnkv.evaluate gate=checkpoints/runs/kvp prompts=mine.jsonl     your gate on your prompts
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from learnkv.evaluation.rows import budget_of
 from learnkv.models import DTYPES, PreTrainedModel, PreTrainedTokenizerBase, load_model
 from learnkv.policy import Policy
 from learnkv.prompts import Prompt, Question, encode, make
+from learnkv.prompts.make import read_text
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many
@@ -104,18 +105,10 @@ def own_prompt(command: GenerateCommand) -> Prompt:
     """The user's context and question; an empty context is refused."""
     text = command.prompt or ""
     if command.file is not None:
-        text = read_given(command.file)
+        text = sys.stdin.read() if command.file == "-" else read_text(Path(command.file))
     if not text.strip():
         raise ValueError(f"the context from {command.file or 'prompt'} is empty; there is nothing to compress")
     return Prompt("own", "heldout", text, (Question(f"\n\n{command.question}" if command.question else "", "", ""),))
-
-
-def read_given(file: str) -> str:
-    """A file's text, or standard input's for "-"."""
-    try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"file={file} is no UTF-8 text ({error}); give a text") from error
 
 
 def policy_of(command: GenerateCommand, model: PreTrainedModel, tokenizer: Tokenizer) -> Policy:

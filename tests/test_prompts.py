@@ -149,8 +149,9 @@ def test_a_record_that_lacks_something_is_named(tmp_path, records, said):
 
 def test_texts_that_look_like_something_else_stay_texts_and_a_path_is_no_pattern(tmp_path):
     path = tmp_path / "own[1]*.jsonl"
-    path.write_text(json.dumps({"context": "a", "question": "When?", "answer": "2024-01-01"}))
-    assert load_prompts(path)[0].questions[0].answer == " 2024-01-01"
+    path.write_text(json.dumps({"context": "a\u2028b", "question": "When?", "answer": "2024-01-01"}, ensure_ascii=False))
+    (prompt,) = load_prompts(path)
+    assert prompt.questions[0].answer == " 2024-01-01" and prompt.context == "a\u2028b\n\n"
 
 
 def test_a_text_file_without_text_is_refused(tmp_path):

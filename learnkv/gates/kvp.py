@@ -190,10 +190,11 @@ class KVP(Gate):
         return [slice(i, min(i + step, self.base.num_layers)) for i in range(0, self.base.num_layers, step)]
 
     def prepare(self, traces: Sequence[Trace]) -> None:
+        features = [self.trace_features([t], slice(None)) for t in traces]
         for name, branch in zip(self.config.inputs, self.branches, strict=True):
             assert isinstance(branch, Branch)
             refuse_infinite(traces, name)
-            branch.standardise(torch.cat([getattr(self.trace_features([t], slice(None)), name) for t in traces], 2).float())
+            branch.standardise(torch.cat([getattr(f, name) for f in features], 2).float())
 
     def calibrate(self, traces: Sequence[Trace]) -> None:
         """Least squares per head from score to the logarithm of the utility, slope above 0 so that the order within a head stays.

@@ -59,13 +59,15 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     path = Path(path)
     if path.suffix not in (".jsonl", ".json"):
         return [continue_text(path)]
-    lines = [(number, line) for number, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
+    # not splitlines, which also breaks at characters that a JSON text may hold
+    lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path} is empty; write one object with context, question, answer per line")
     return [from_record(path, number, line) for number, line in lines]
 
 
 def read_text(path: Path) -> str:
+    """The text of a user's file; one that is not UTF-8 is a ValueError that names it."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

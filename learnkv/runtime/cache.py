@@ -202,17 +202,21 @@ class EvictionCache(Cache):
             token_ids=token_ids,
             attention_mask=attention_mask,
         )
-        moved = (seen > 0) & (real.sum(-1) > 0) & (step.next_rope - step.num_seen != next_rope - seen)
-        if "rope_offset" in step.needs and moved.any():
-            raise ValueError(
-                f"{names(self.seats)}: RoPE positions of row {int(moved.nonzero()[0])} jump between forwards, as they do where pads lie "
-                "inside a row; pass position_ids that count real tokens, as generate does"
-            )
+        if "rope_offset" in step.needs:
+            self.refuse_jumps((seen > 0) & (step.num_new > 0) & (step.next_rope - step.num_seen != next_rope - seen))
         if "token_ids" in step.needs and token_ids is None:
             raise ValueError(f"{names(self.seats)}: a scorer reads token ids; call the model with input_ids, not inputs_embeds")
         step.targets, step.probes = self.targets(step), self.probes(step)
         self.step = step
         return step
+
+    def refuse_jumps(self, moved: Tensor) -> None:
+        """moved [B] bool, the rows whose RoPE positions lie further from their positions than before."""
+        if moved.any():
+            raise ValueError(
+                f"{names(self.seats)}: RoPE positions of row {int(moved.nonzero()[0])} jump between forwards, as they do where pads lie "
+                "inside a row; pass position_ids that count real tokens, as generate does"
+            )
 
     def targets(self, step: Step) -> list[Target]:
         """The selection due after this forward, if it is prefill's or decode's turn."""

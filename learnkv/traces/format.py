@@ -284,9 +284,10 @@ def read_manifest(folder: Path) -> list[dict]:
     if not table.schema.equals(SCHEMA):
         found, wanted = ([f"{f.name}: {f.type}" for f in schema] for schema in (table.schema, SCHEMA))
         raise ValueError(f"manifest {path} has columns {found}, not {wanted}; delete it and run record: shards are reused")
-    if any(None in row.values() for row in table.to_pylist()):
+    rows = table.to_pylist()
+    if any(None in row.values() for row in rows):
         raise ValueError(f"manifest {path} was edited: it has empty cells; delete it and run record: shards are reused")
-    return table.to_pylist()
+    return rows
 
 
 def write_config(folder: Path, config: TraceConfig) -> None:

@@ -83,6 +83,10 @@ def go(trainer: Trainer, module: GateTraining, checkpoint: Path | None) -> None:
         raise
 
 
+# what unpickling gives on noise
+NOT_A_CHECKPOINT = (RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError)
+
+
 class WholeCheckpoints(TorchCheckpointIO):
     """Checkpoints that a kill or a full disk can't leave half written.
 
@@ -98,14 +102,7 @@ class WholeCheckpoints(TorchCheckpointIO):
     def load_checkpoint(self, path: str | Path, map_location: object = None, weights_only: bool | None = None) -> dict:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (
-            RuntimeError,
-            EOFError,
-            LookupError,
-            TypeError,
-            ValueError,
-            pickle.UnpicklingError,
-        ) as error:  # whatever unpickling noise gives
+        except NOT_A_CHECKPOINT as error:
             raise ValueError(f"checkpoint {path} is truncated or was edited ({error}); delete it to train from the start") from error
 
 
