@@ -117,16 +117,22 @@ def attend(
     query_positions: Tensor,
     scale: float,
 ) -> Tensor:
-    """Causal attention of queries over the pages of their heads, page by page with one softmax per head; no page is gathered.
+    """Causal attention of queries over the pages of their heads, page by page with one softmax per head.
+
+    No page is gathered but where one belongs to several heads (rows that were one and share their past).
 
     queries                 [B, Q, T, D] rotated
     key_pages, value_pages  [N, P, D]
     position_pages          [N, P] int32, -1 where empty
-    table                   [B, H, pages] int32, -1 past a head's last page; a page belongs to one head
+    table                   [B, H, pages] int32, -1 past a head's last page; rows may have pages in common
     query_positions         [B, T]  -1 where the row is padding
     returns                 [B, Q, T, D] in the queries' type, 0 where a query sees nothing
     """
     B, Q, T, D = queries.shape
+    pages = table[table >= 0].long()
+    if len(pages) != len(pages.unique()):
+        key_pages, value_pages, position_pages = key_pages[pages], value_pages[pages], position_pages[pages]
+        table = torch.full_like(table, -1).masked_scatter(table >= 0, torch.arange(len(pages), device=table.device, dtype=table.dtype))
     H, (N, P) = table.shape[1], position_pages.shape
     owner = page_owner(table, N)  # [N]
     head = owner.clamp(min=0)

@@ -226,6 +226,43 @@ def test_evict_says_what_is_wrong_before_anything_runs(model):
         model(prompt(20), use_cache=False)
 
 
+# ---- beams and other rows
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_beam_search_under_a_full_budget_is_the_plain_models(model, rows):
+    ids = prompt(20, rows=rows)
+    with attach(model):
+        got = generate(model, ids, cache=EvictionCache(Policy(KeyDiff(), 64), model), num_beams=3)
+    assert torch.equal(got, generate(model, ids, num_beams=3))
+
+
+def test_beam_search_evicts_each_beam_down_to_the_budget(model):
+    cache = EvictionCache(POLICY, model)
+    with attach(model):
+        generate(model, prompt(20, rows=2), cache=cache, num_beams=3)
+    assert cache.lengths().shape[1] == 6 and (cache.lengths() <= POLICY.budget).all()
+
+
+def test_rows_taken_from_a_cache_go_on_as_they_would_have():
+    model = gemma()
+    ids, mask = padded(20, 7)
+    rows, step = torch.tensor([1, 0, 1]), prompt(1, rows=3, seed=5)
+    with attach(model):
+        cache = EvictionCache(Policy(SnapKV(observation_window=4), 12, num_sinks=2, num_recent=4), model)
+        model(ids, attention_mask=mask, cache=cache)
+        cache.pin(1, 0, 2)
+        alone = [cache.clone() for _ in rows]
+        cache.batch_select_indices(rows)
+        assert cache.pins == [(0, 0, 2), (2, 0, 2)]
+        for _ in range(3):
+            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+            got = model(step, attention_mask=mask[rows], cache=cache).logits
+            for b, (row, own) in enumerate(zip(rows, alone, strict=True)):
+                want = model(step[b].expand(2, 1), attention_mask=mask, cache=own).logits[row]
+                assert torch.allclose(got[b], want, atol=1e-5)
+
+
 # ---- what it refuses
 
 
@@ -235,7 +272,6 @@ def test_an_eviction_cache_outside_attach_says_so(model):
 
 
 REFUSED = {
-    "beams": (dict(num_beams=2), "num_beams=1"),
     "prompt lookup": (dict(prompt_lookup_num_tokens=2), "prompt_lookup_num_tokens|Assisted decoding requires"),
     "attentions": (dict(output_attentions=True, return_dict_in_generate=True), "output_attentions=True"),
 }
@@ -354,7 +390,7 @@ def test_a_clone_and_a_reset_take_the_sliding_layers_along():
         model(prompt(20), cache=cache)
         copy = cache.clone()
         want = model(prompt(1, seed=3), cache=copy).logits
-        assert torch.equal(model(prompt(1, seed=3), cache=cache).logits, want)
+        assert torch.allclose(model(prompt(1, seed=3), cache=cache).logits, want, atol=1e-5)  # one of them lies in runs, the other not
         cache.reset()
         model(prompt(20), cache=cache)
-        assert torch.equal(model(prompt(1, seed=3), cache=cache).logits, want)
+        assert torch.allclose(model(prompt(1, seed=3), cache=cache).logits, want, atol=1e-5)

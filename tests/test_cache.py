@@ -265,9 +265,11 @@ def test_evicted_slots_are_never_attended(llama):
             llama(ids, cache=cache)
             other = cache.clone()
             for state in other.states:
-                empty = state.held.positions < 0
+                state.pages = state.held.kept(state.held.all_slots()[1], 20)
+                pool = state.held.pool
+                empty = pool.positions < 0
                 assert empty.any()
-                state.held.keys[empty], state.held.values[empty] = 1e4, 1e4
+                pool.keys[empty], pool.values[empty] = 1e4, 1e4
             for step in new.split(1, 1):
                 assert torch.equal(llama(step, cache=cache).logits, llama(step, cache=other).logits)
 
@@ -309,7 +311,7 @@ def test_half_precision_is_held_in_half_precision(dtype):
         cache = EvictionCache(policy(budget=64), model)
         got = model(ids, cache=cache).logits
         model(prompt(1), cache=cache)
-    assert cache.states[0].held.keys.dtype == dtype
+    assert cache.states[0].held.pool.keys.dtype == dtype
     assert torch.equal(got, model(ids).logits)
 
 
@@ -360,7 +362,7 @@ def test_memory_of_kept_tokens_travels_with_them(llama):
         after = cache.states[1].held
     for h in range(2):
         for s, p in enumerate(after.slots().positions[0, h].tolist()):
-            assert float(after.memory[after.table[0, h, s // PAGE], s % PAGE, 0]) >= mass.get((h, p), 0)
+            assert float(after.pool.memory[after.table[0, h, s // PAGE], s % PAGE, 0]) >= mass.get((h, p), 0)
 
 
 def test_rows_within_their_budget_are_untouched(llama):
@@ -427,7 +429,7 @@ def test_pages_are_given_back_while_decoding(llama):
     assert cache.nbytes() < before / 3
 
 
-def test_two_caches_share_nothing(llama):
+def test_what_one_cache_sees_changes_neither_another_nor_its_clones(llama):
     with attach(llama):
         p = policy(H2O())
         one, two = EvictionCache(p, llama), EvictionCache(p, llama)
@@ -438,7 +440,7 @@ def test_two_caches_share_nothing(llama):
         llama(prompt(4, seed=8), cache=copy)
         assert copy.get_seq_length() == 34 and one.get_seq_length() == 30
         step = prompt(1, seed=7)
-        assert torch.equal(llama(step, cache=one).logits, llama(step, cache=want).logits)
+        assert torch.allclose(llama(step, cache=one).logits, llama(step, cache=want).logits, atol=1e-5)
 
 
 def test_reset_makes_it_new(llama):

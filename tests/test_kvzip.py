@@ -75,7 +75,7 @@ def scores_by_hand(model, ids, chunk_size, overlap, num_prefix=4):
 def held_scores(cache):
     """[layers, H, n] memory of a cache that evicted nothing."""
     n = int(cache.lengths().max())
-    return torch.stack([state.held.memory.view(state.held.lengths.shape[1], -1)[:, :n] for state in cache.states])
+    return torch.stack([state.held.pool.memory.view(state.held.lengths.shape[1], -1)[:, :n] for state in cache.states])
 
 
 @pytest.mark.parametrize("chunk_size", [2048, 15])
@@ -201,7 +201,7 @@ def test_policies_that_share_kvzip_share_its_passes_and_keep_what_each_would_alo
             for mine, theirs in zip(cache.states, own.states, strict=True):
                 assert torch.equal(mine.held.slots().positions, theirs.held.slots().positions)
                 assert torch.equal(mine.held.slots().keys, theirs.held.slots().keys)
-                assert torch.equal(mine.held.memory, theirs.held.memory)
+                assert torch.equal(mine.held.pool.memory, theirs.held.pool.memory)
 
 
 def test_settings_that_count_nothing_are_refused():

@@ -253,9 +253,9 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
         visible = lower_right(T, T, query.device) & real[:, None, None]
         out = sdpa_attention_forward(module, query, key, value, visible, scaling=scale)[0]
     else:
-        pages = state.held
+        slots = state.held.slots()
         positions = step.positions.to(query.device)
-        out = ops.attend(query, pages.keys, pages.values, pages.positions, pages.table, positions, scale).transpose(1, 2)
+        out = ops.attend(query, slots.key_pages, slots.value_pages, slots.position_pages, slots.table, positions, scale).transpose(1, 2)
     with torch.no_grad():
         step.observe(state, query, scale)
     return out
@@ -264,7 +264,7 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
 def attend_probe(probe: ProbeStep, state: LayerState, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """[1, R, Q, D]: probe rows see all that their row holds, and each other causally; then the scorer absorbs them."""
     (_, Q, R, _), H = query.shape, key.shape[1]
-    slots = state.held.row(probe.row).slots()
+    slots = state.held.row(probe.row)
     held = slots.filled[:, :, None].expand(-1, -1, R, -1)  # [1, H, R, L]
     visible = torch.cat([held, lower_right(R, R, query.device).expand(1, H, R, R)], -1).repeat_interleave(Q // H, 1)
     keys, values = torch.cat([slots.keys, key], 2), torch.cat([slots.values, value], 2)

@@ -142,7 +142,7 @@ class EvictionCache(Cache):
         if self.get_seq_length() and row >= len(self.num_seen):
             raise ValueError(f"pin(row={row}): this cache holds {len(self.num_seen)} rows")
         for state in self.states:
-            if state.pages is not None and not state.pages.row(row).holds(start, min(stop, int(self.num_seen[row]))):
+            if state.pages is not None and not state.pages.holds(row, start, min(stop, int(self.num_seen[row]))):
                 raise ValueError(f"pin(row={row}, start={start}, stop={stop}): layer {state.index} evicted some of it; pin before that")
         self.pins.append((row, start, stop))
 
@@ -156,28 +156,42 @@ class EvictionCache(Cache):
         self.step: Step | None = None
 
     def clone(self) -> EvictionCache:
-        """A plain copy of what is held; the two share their policies and nothing else."""
+        """The same as it is now; pages are shared until one of the two writes on them: no question to a prefix copies all of it."""
         other = copy.copy(self)
         other.layers = [clone_layer(layer) for layer in self.layers]
         other.budgets, other.pins = list(self.budgets), list(self.pins)
         return other
 
-    # ---- what is refused
+    # ---- other rows
 
-    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        raise ValueError("an EvictionCache can't be reordered for beam search; generate with num_beams=1")
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row beam_idx[b] was, as beam search asks; rows that were one share their pages until they write."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after the other."""
+        self.batch_select_indices(torch.arange(len(self.num_seen)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The rows `indices` [b], in this order."""
+        indices = indices.cpu()
+        for state in self.states:
+            if state.pages is not None and state.queries is not None:
+                state.pages = state.pages.rows(indices.to(state.pages.table.device))
+                state.queries = state.queries[indices]
+        for layer in self.sliding:
+            layer.batch_select_indices(indices)
+        self.num_seen, self.next_rope = self.num_seen[indices], self.next_rope[indices]
+        self.budgets = [None if budget is None else budget[indices] for budget in self.budgets]
+        self.pins = [(b, start, stop) for b, old in enumerate(indices.tolist()) for row, start, stop in self.pins if row == old]
+
+    # ---- what is refused
 
     def activate_past_recording(self) -> NoReturn:
         raise ValueError("an EvictionCache can't take drafted tokens back; generate without assistant_model and prompt_lookup_num_tokens")
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         raise ValueError("an EvictionCache can't be cropped: tokens were evicted for the later ones; clone() it before they come")
-
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        raise ValueError("an EvictionCache can't repeat its rows; repeat the prompts before the first forward")
-
-    def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        raise ValueError("an EvictionCache can't drop rows; make one for the rows that are wanted")
 
     # ---- one forward
 
@@ -322,7 +336,7 @@ def empty_layer(layer: Layer) -> Layer:
 
 
 def clone_layer(layer: Layer) -> Layer:
-    """A layer that holds the same and shares nothing."""
+    """A layer that holds the same."""
     return EvictionLayer(layer.state.clone()) if isinstance(layer, EvictionLayer) else copy.deepcopy(layer)
 
 

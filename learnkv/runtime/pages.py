@@ -1,9 +1,11 @@
-"""Pages: where one layer's tokens lie, in runs of pages of 16 per KV head."""
+"""Pages: where one layer's tokens lie, in pages of 16 per KV head; clones share them until they write."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field
+from threading import RLock
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from learnkv.observation import Slots
 
 PAGE = 16
+PAGED = ("keys", "values", "positions", "memory")
 
 
 def pages_for(tokens: Tensor) -> Tensor:
@@ -19,40 +22,100 @@ def pages_for(tokens: Tensor) -> Tensor:
     return (tokens + PAGE - 1) // PAGE
 
 
-@dataclass
-class Pages:
-    """Keys, values, positions and memory of one layer; each head owns a run of pages, appended to and compacted in place.
-
-    A head owns as many pages as it needs, whatever its neighbours hold.  Slots are ascending in position.
+@dataclass(eq=False)
+class Pool:
+    """The pages of one layer, and the tables that point at them: one, or those of a cache and its clones.
 
     keys, values  [N, P, D]
     positions     [N, P] int32 ordinal of the real token in its row, -1 where empty
     memory        [N, P, C] float32, 0 where empty
-    table         [B, H, pages] int32, -1 past a head's last page
-    lengths       [B, H] int64 slots held
+    shared        whether a page may stand in several tables, or several times in one
+    users         the tables
+    lock          held while a table's owner writes: clones may run in threads of their own
     """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
     memory: Tensor
+    shared: bool = False
+    users: WeakSet[Pages] = field(default_factory=WeakSet)
+    lock: RLock = field(default_factory=RLock)  # type: ignore[valid-type]
+
+    @classmethod
+    def empty(cls, count: int, keys: Tensor, values: Tensor, memory_size: int) -> Pool:
+        """`count` pages without tokens, typed as keys and values [..., D]."""
+        return cls(
+            keys=keys.new_zeros(count, PAGE, keys.shape[-1]),
+            values=values.new_zeros(count, PAGE, values.shape[-1]),
+            positions=torch.full((count, PAGE), -1, dtype=torch.int32, device=keys.device),
+            memory=torch.zeros(count, PAGE, memory_size, device=keys.device),
+        )
+
+    def slots(self, table: Tensor, lengths: Tensor) -> Slots:
+        """What scorers and ops take."""
+        return Slots(self.keys, self.values, self.positions, self.memory, table, lengths)
+
+    def uses(self) -> Tensor:
+        """[N] int64, in how many places of the tables each page stands; 0 where it is free."""
+        tables = torch.cat([user.table.flatten() for user in self.users])
+        return torch.bincount(tables[tables >= 0], minlength=len(self.keys))
+
+    def in_common(self) -> bool:
+        """Whether some page stands in several places; once none does, nobody asks again."""
+        self.shared = self.shared and bool((self.uses() > 1).any())
+        return self.shared
+
+    def take(self, count: int) -> Tensor:
+        """[count] int64 free pages, emptied; where there are too few the pool grows, by a quarter at least."""
+        free = (self.uses() == 0).nonzero()[:, 0]
+        if len(free) < count:
+            N = len(self.keys)
+            self.grow(max(count - len(free), N // 4))
+            free = torch.cat([free, torch.arange(N, len(self.keys), device=free.device)])
+        taken = free[:count]
+        self.positions[taken], self.memory[taken] = -1, 0
+        return taken
+
+    def grow(self, count: int) -> None:
+        more = Pool.empty(count, self.keys, self.values, self.memory.shape[-1])
+        for name in PAGED:
+            setattr(self, name, torch.cat([getattr(self, name), getattr(more, name)]))
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Pages source [K] into pages target [K]."""
+        for name in PAGED:
+            getattr(self, name)[target] = getattr(self, name)[source]
+
+
+@dataclass(eq=False)
+class Pages:
+    """Keys, values, positions and memory of one layer: which pages of a pool belong to which head.
+
+    A head owns as many pages as it needs, whatever its neighbours hold.  Slots are ascending in position.  Tokens are appended and
+    compacted in place; a page that stands in another table too is copied before it is written.
+
+    table    [B, H, pages] int32, -1 past a head's last page
+    lengths  [B, H] int64 slots held
+    runs     whether each head's pages lie in one run, equally many for all, in order of the heads, from page 0 on
+    """
+
+    pool: Pool
     table: Tensor
     lengths: Tensor
+    runs: bool = False
+
+    def __post_init__(self) -> None:
+        self.pool.users.add(self)
 
     @classmethod
     def empty(cls, counts: Tensor, keys: Tensor, values: Tensor, memory_size: int) -> Pages:
         """`counts` [B, H] pages for each head, without tokens, typed as keys and values [..., D]."""
-        N, device = int(counts.sum()), keys.device
         start = (counts.flatten().cumsum(0).view_as(counts) - counts)[..., None]
-        column = torch.arange(max(1, int(counts.max())), device=device)
-        return cls(
-            keys=keys.new_zeros(N, PAGE, keys.shape[-1]),
-            values=values.new_zeros(N, PAGE, values.shape[-1]),
-            positions=torch.full((N, PAGE), -1, dtype=torch.int32, device=device),
-            memory=torch.zeros(N, PAGE, memory_size, device=device),
-            table=torch.where(column < counts[..., None], start + column, -1).int(),
-            lengths=torch.zeros_like(counts),
-        )
+        column = torch.arange(max(1, int(counts.max())), device=keys.device)
+        table = torch.where(column < counts[..., None], start + column, -1).int()
+        pool = Pool.empty(int(counts.sum()), keys, values, memory_size)
+        return cls(pool, table, torch.zeros_like(counts), runs=table.numel() == len(pool.keys))
 
     @property
     def counts(self) -> Tensor:
@@ -61,19 +124,20 @@ class Pages:
 
     def slots(self) -> Slots:
         """What scorers and ops take; shares the pages."""
-        return Slots(self.keys, self.values, self.positions, self.memory, self.table, self.lengths)
+        return self.pool.slots(self.table, self.lengths)
 
-    def row(self, b: int) -> Pages:
-        """One sequence; shares the pages."""
-        return replace(self, table=self.table[b : b + 1], lengths=self.lengths[b : b + 1])
+    def row(self, b: int) -> Slots:
+        """One sequence."""
+        return self.pool.slots(self.table[b : b + 1], self.lengths[b : b + 1])
 
     def equal_run(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values [B, H, L, D] as views where all heads hold equally many in equal runs, else None."""
         B, H, pages = self.table.shape
         L = int(self.lengths[0, 0])
-        if B * H * pages != len(self.keys) or bool((self.lengths != L).any()):
+        if not self.runs or bool((self.lengths != L).any()):
             return None
-        return self.keys.view(B, H, pages * PAGE, -1)[:, :, :L], self.values.view(B, H, pages * PAGE, -1)[:, :, :L]
+        keys, values = (x[: B * H * pages].view(B, H, pages * PAGE, -1)[:, :, :L] for x in (self.pool.keys, self.pool.values))
+        return keys, values
 
     def places(self, slots: Tensor) -> Tensor:
         """slots [B, H, S] -> [B, H, S] int64 rows of the flattened pages; meaningless past a head's last page."""
@@ -91,30 +155,67 @@ class Pages:
         """
         real = positions >= 0
         slots = self.lengths[..., None] + real.cumsum(-1)[:, None] - 1  # [B, H, T]
-        self.reserve(self.lengths + real.sum(-1)[:, None])
-        self.lengths = self.lengths + real.sum(-1)[:, None]
         written = real[:, None].expand_as(slots)
-        places = self.places(slots.clamp(min=0))[written]
-        self.keys.flatten(0, 1)[places] = keys[written]
-        self.values.flatten(0, 1)[places] = values[written]
-        self.positions.view(-1)[places] = positions.int()[:, None].expand_as(slots)[written]
+        with self.pool.lock:
+            self.reserve(self.lengths + real.sum(-1)[:, None])
+            self.lengths = self.lengths + real.sum(-1)[:, None]
+            places = self.places(slots.clamp(min=0))[written]
+            self.pool.keys.flatten(0, 1)[places] = keys[written]
+            self.pool.values.flatten(0, 1)[places] = values[written]
+            self.pool.positions.view(-1)[places] = positions.int()[:, None].expand_as(slots)[written]
         return slots.masked_fill(~written, -1)
 
     def reserve(self, lengths: Tensor) -> None:
-        """Room for `lengths` [B, H] tokens; where it lacks, all heads move to runs a quarter longer than they need."""
+        """Room for `lengths` [B, H] tokens.
+
+        Where it lacks, all heads move to runs a quarter longer than they need; where pages are shared they only take those that they
+        lack, and copies of the shared ones that they write on.
+        """
         need = pages_for(lengths)
-        if bool((need > self.counts).any()):
-            self.__dict__.update(vars(self.moved(self.all_slots()[1], need + need // 4)))
+        if self.pool.in_common():
+            first = self.lengths // PAGE
+            self.part(first, torch.where(lengths > self.lengths, need, first))
+            self.extend(need)
+        elif bool((need > self.counts).any()):
+            self.become(self.moved(self.all_slots()[1], need + need // 4))
+
+    def extend(self, need: Tensor) -> None:
+        """Pages for the heads that own fewer than `need` [B, H]."""
+        self.table = F.pad(self.table, (0, max(0, int(need.max()) - self.table.shape[-1])), value=-1)
+        column = torch.arange(self.table.shape[-1], device=need.device)
+        lacking = (column < need[..., None]) & (self.table < 0)
+        if bool(lacking.any()):
+            self.table[lacking] = self.pool.take(int(lacking.sum())).int()
+            self.runs = False
+
+    def part(self, start: Tensor, stop: Tensor) -> None:
+        """Copies of the pages start..stop - 1 [B, H] of each head that stand elsewhere too."""
+        column = torch.arange(self.table.shape[-1], device=start.device)
+        mine = (column >= start[..., None]) & (column < stop[..., None]) & (self.table >= 0)
+        twice = mine & (self.pool.uses()[self.table.clamp(min=0).long()] > 1)
+        if bool(twice.any()):
+            before = self.table[twice].long()
+            after = self.pool.take(len(before))
+            self.pool.copy(before, after)
+            self.table = self.table.masked_scatter(twice, after.int())
+            self.runs = False
+
+    def become(self, other: Pages) -> None:
+        """Takes over what `other` holds, which nobody else uses."""
+        self.pool.users.discard(self)
+        self.pool, self.table, self.lengths, self.runs = other.pool, other.table, other.lengths, other.runs
+        self.pool.users.add(self)
 
     def moved(self, keep: Tensor, counts: Tensor, columns: slice = slice(None)) -> Pages:
         """A copy of the slots in `keep` [B, H, L], in fresh pages; `columns` of the memory come along."""
-        new = Pages.empty(counts, self.keys, self.values, self.memory[..., columns].shape[-1])
+        pool = self.pool
+        new = Pages.empty(counts, pool.keys, pool.values, pool.memory[..., columns].shape[-1])
         slots, _ = self.all_slots()
         source = self.places(slots)[keep]
         target = new.places((keep.cumsum(-1) - 1).clamp(min=0))[keep]
         for name in ("keys", "values", "positions"):
-            getattr(new, name).flatten(0, 1)[target] = getattr(self, name).flatten(0, 1)[source]
-        new.memory.flatten(0, 1)[target] = self.memory[..., columns].flatten(0, 1)[source]
+            getattr(new.pool, name).flatten(0, 1)[target] = getattr(pool, name).flatten(0, 1)[source]
+        new.pool.memory.flatten(0, 1)[target] = pool.memory[..., columns].flatten(0, 1)[source]
         new.lengths = keep.sum(-1)
         return new
 
@@ -124,51 +225,72 @@ class Pages:
 
     def compact(self, keep: Tensor, spare: int) -> None:
         """Drops all slots but `keep` [B, H, L], in place; gives pages back when over half of them hold nothing."""
+        with self.pool.lock:
+            lengths = keep.sum(-1)
+            if self.pool.in_common() or len(self.pool.keys) > 2 * int(pages_for(lengths + spare).sum()):
+                self.become(self.kept(keep, spare))
+            else:
+                self.close_up(keep)
+
+    def close_up(self, keep: Tensor) -> None:
+        """Moves the slots in `keep` [B, H, L] to the front, in place."""
         slots, filled = self.all_slots()
         target, lengths = keep.cumsum(-1) - 1, keep.sum(-1)
-        if len(self.keys) > 2 * int(pages_for(lengths + spare).sum()):
-            self.__dict__.update(vars(self.kept(keep, spare)))
-            return
         moving = keep & (target < slots)
         source, place = self.places(slots)[moving], self.places(target.clamp(min=0))[moving]
-        for pages in (self.keys, self.values, self.positions, self.memory):
-            pages.flatten(0, 1)[place] = pages.flatten(0, 1)[source]
+        for name in PAGED:
+            pages = getattr(self.pool, name).flatten(0, 1)
+            pages[place] = pages[source]
         stale = self.places(slots)[filled & (slots >= lengths[..., None])]
-        self.positions.view(-1)[stale] = -1
-        self.memory.flatten(0, 1)[stale] = 0
+        self.pool.positions.view(-1)[stale] = -1
+        self.pool.memory.flatten(0, 1)[stale] = 0
         self.lengths = lengths
 
-    def write_memory(self, memory: Tensor, columns: slice) -> None:
-        """memory [B, H, L, C] into these columns of the filled slots."""
-        slots, filled = self.all_slots()
-        self.memory.flatten(0, 1)[self.places(slots)[filled], columns] = memory[filled]
+    def write_memory(self, memory: Tensor, columns: slice, rows: slice = slice(None)) -> None:
+        """memory [b, H, L, C] into these columns of the filled slots of some rows."""
+        with self.pool.lock:
+            if self.pool.in_common():
+                self.part(torch.zeros_like(self.lengths), pages_for(self.lengths))
+            slots, filled = self.all_slots()
+            places, filled = self.places(slots)[rows], filled[rows]
+            L = memory.shape[2]  # of the longest head of these rows
+            self.pool.memory.flatten(0, 1)[places[..., :L][filled[..., :L]], columns] = memory[filled[..., :L]]
 
-    def holds(self, start: int, stop: int) -> bool:
-        """Whether every head holds the tokens at positions start..stop - 1."""
-        positions = self.slots().positions
+    def holds(self, row: int, start: int, stop: int) -> bool:
+        """Whether every head of a row holds the tokens at positions start..stop - 1."""
+        positions = self.row(row).positions
         held = ((positions >= start) & (positions < stop)).sum(-1)
         return bool((held >= stop - start).all())
 
     def clone(self) -> Pages:
-        """A copy that shares nothing."""
-        return Pages(**{f.name: getattr(self, f.name).clone() for f in fields(self)})
+        """The same slots; the pages are shared until one of the two writes on them."""
+        return self.rows(torch.arange(len(self.table), device=self.table.device))
+
+    def rows(self, index: Tensor) -> Pages:
+        """The rows `index` [b] as they are now, some of them perhaps several times; pages are shared."""
+        self.pool.shared = True
+        same = torch.equal(index, torch.arange(len(self.table), device=index.device))
+        return Pages(self.pool, self.table[index], self.lengths[index], runs=self.runs and same)
 
     @classmethod
     def stacked(cls, parts: Sequence[Pages]) -> Pages:
         """The rows of several as the rows of one copy, without the memory of their scorers."""
-        starts = torch.tensor([0, *(len(part.keys) for part in parts)]).cumsum(0).tolist()
+        parts = [part.kept(part.all_slots()[1], 0) if part.pool.shared else part for part in parts]
+        starts = torch.tensor([0, *(len(part.pool.keys) for part in parts)]).cumsum(0).tolist()
         tables = [part.table.masked_fill(part.table < 0, -1 - start) + start for part, start in zip(parts, starts, strict=False)]
         width = max(table.shape[-1] for table in tables)
-        positions = torch.cat([part.positions for part in parts])
-        return cls(
-            keys=torch.cat([part.keys for part in parts]),
-            values=torch.cat([part.values for part in parts]),
+        positions = torch.cat([part.pool.positions for part in parts])
+        pool = Pool(
+            keys=torch.cat([part.pool.keys for part in parts]),
+            values=torch.cat([part.pool.values for part in parts]),
             positions=positions,
             memory=torch.zeros(*positions.shape, 0, device=positions.device),
-            table=torch.cat([F.pad(table, (0, width - table.shape[-1]), value=-1) for table in tables]),
-            lengths=torch.cat([part.lengths for part in parts]),
         )
+        table = torch.cat([F.pad(table, (0, width - table.shape[-1]), value=-1) for table in tables])
+        in_runs = all(part.runs and part.table.numel() == len(part.pool.keys) for part in parts)
+        equal = len({part.table.shape[2] for part in parts}) == 1
+        return cls(pool, table, torch.cat([part.lengths for part in parts]), runs=in_runs and equal)
 
     def tensors(self) -> list[Tensor]:
         """All that holds memory."""
-        return [getattr(self, f.name) for f in fields(self)]
+        return [*(getattr(self.pool, name) for name in PAGED), self.table, self.lengths]

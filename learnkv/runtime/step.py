@@ -37,7 +37,7 @@ class LayerState:
         return self.pages
 
     def clone(self) -> LayerState:
-        """A copy that shares nothing."""
+        """The same; pages are shared until one of the two writes on them."""
         pages = None if self.pages is None else self.pages.clone()
         return replace(self, pages=pages, queries=None if self.queries is None else self.queries.clone())
 
@@ -285,9 +285,8 @@ class ProbeStep:
     def observe(self, state: LayerState, queries: Tensor, keys: Tensor) -> None:
         """queries [1, Q, R, D], keys [1, H, R, D] of the rows: the scorer writes what it learnt beside the slots."""
         seat, one = self.base.seats[self.seat], slice(self.row, self.row + 1)
-        pages = state.held.row(self.row)
         obs = self.base.waiting[self.seat, state.index]
         names = ("num_seen", "num_new", "new_slots", "queries", "num_queries", *get_args(Need))
         per_row = {name: x[one] for name in names if (x := getattr(obs, name)) is not None}
-        memory = seat.scorer.absorb(replace(obs, slots=pages.slots(), **per_row), self.probe, queries, keys)
-        pages.write_memory(memory, seat.columns)
+        memory = seat.scorer.absorb(replace(obs, slots=state.held.row(self.row), **per_row), self.probe, queries, keys)
+        state.held.write_memory(memory, seat.columns, one)
