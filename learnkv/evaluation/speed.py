@@ -1,0 +1,214 @@
+"""Speed and memory of the runtime, each figure beside what it is compared with, in one run: the least of several, taken in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from learnkv import methods
+from learnkv.budgets import Ratio
+from learnkv.models import PreTrainedModel
+from learnkv.runtime.attach import attach
+from learnkv.runtime.cache import EvictionCache
+from learnkv.runtime.step import LayerState, Step
+
+Cache = DynamicCache | EvictionCache
+
+
+@dataclass
+class BenchSettings:
+    """Sizes of the measurements."""
+
+    num_tokens: int = 4096  # context of the decode measurements, tokens
+    steps: int = 6  # tokens decoded in one turn
+    turns: int = 6  # turns of each contender; the fastest counts
+    stream: int = 16384  # positions of the chunked prefill, on a model of random weights
+    chunk: int = 512  # tokens of each of its forwards
+    stream_budget: int = 1024  # tokens per KV head that it keeps
+    batch: int = 8  # rows of the batch measurement
+    batch_tokens: int = 2048  # context of each of its rows, tokens
+    kept: float = 0.1  # fraction of the context that stays
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "steps", "turns", "stream", "chunk", "stream_budget", "batch", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"bench.{name}={getattr(self, name)} must be 1 or more")
+        Ratio(self.kept)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the result; `bound` is what we promise of it, "" where nothing is promised."""
+
+    what: str
+    value: str
+    bound: str = ""
+
+
+def runtime(model: PreTrainedModel, settings: BenchSettings) -> Iterator[Figure]:
+    """The figures, each as soon as it is known."""
+    yield from decoding(model, settings)
+    yield selection(model, settings)
+    yield chunked(settings)
+    yield from batches(model, settings)
+
+
+def decoding(model: PreTrainedModel, settings: BenchSettings) -> Iterator[Figure]:
+    """Full cache, EvictionCache that keeps everything, and Ada-SnapKV's, decoding in turns."""
+    ids = tokens_of(model, 1, settings.num_tokens)
+    caches: dict[str, Cache] = {
+        "full": DynamicCache(config=model.config),
+        "kept": EvictionCache(None, model),
+        "evicted": EvictionCache(methods.policy("ada_snapkv", Ratio(settings.kept)), model),
+    }
+    with attach(model):
+        for cache in caches.values():
+            prefill(model, ids, cache)
+            freeze(cache)
+        seconds = in_turns({name: decoder(model, cache, settings.steps) for name, cache in caches.items()}, settings.turns)
+    full, kept, evicted = (seconds[name] / settings.steps * 1000 for name in caches)
+    held = {name: bytes_of(cache) for name, cache in caches.items()}
+    at = f"at {settings.num_tokens:,} tokens"
+    yield Figure(f"decode, DynamicCache {at}", f"{full:.1f} ms a token, holds {held['full'] / 2**20:.1f} MiB")
+    yield Figure(f"decode, EvictionCache with nothing evicted {at}", f"{kept:.1f} ms, {kept / full:.2f} x DynamicCache", "at most 1.10 x")
+    yield Figure(f"decode, Ada-SnapKV to {settings.kept:.0%} {at}", f"{evicted:.1f} ms, {full / evicted:.2f} x faster", "at least 1.35 x")
+    yield Figure(
+        "bytes, Ada-SnapKV", f"{held['evicted'] / 2**20:.1f} MiB, {held['evicted'] / held['full']:.1%} of DynamicCache", "at most 12%"
+    )
+
+
+def selection(model: PreTrainedModel, settings: BenchSettings) -> Figure:
+    """Scoring, selection and compaction of SnapKV within a prefill; the least share of a few."""
+    ids, shares = tokens_of(model, 1, settings.num_tokens), []
+    with attach(model):
+        for _ in range(3):
+            with stopwatch(Step, "observe") as spent:
+                begin = time.perf_counter()
+                prefill(model, ids, EvictionCache(methods.policy("snapkv", Ratio(settings.kept)), model))
+                shares.append((sum(spent) / (time.perf_counter() - begin), sum(spent)))
+    share, seconds = min(shares)
+    what = f"SnapKV's scoring, selection, compaction at {settings.num_tokens:,} tokens"
+    return Figure(what, f"{seconds * 1000:.0f} ms, {share:.1%} of prefill", "at most 3%")
+
+
+def chunked(settings: BenchSettings) -> Figure:
+    """The most tokens that any head ever held while a long prompt came in chunks."""
+    model, most = random_model(settings.stream), 0
+
+    def watched(step: Step, state: LayerState, queries: Tensor, scale: float) -> None:
+        nonlocal most
+        most = max(most, int(state.held.lengths.max()))
+        observe(step, state, queries, scale)
+
+    observe = Step.observe
+    cache = EvictionCache(methods.policy("snapkv", settings.stream_budget), model)
+    with attach(model), mock.patch.object(Step, "observe", watched):
+        for chunk in tokens_of(model, 1, settings.stream).split(settings.chunk, 1):
+            prefill(model, chunk, cache)
+    limit = settings.stream_budget + settings.chunk
+    return Figure(f"peak of {settings.stream:,} positions in chunks of {settings.chunk}", f"{most:,} tokens per head", f"at most {limit:,}")
+
+
+def batches(model: PreTrainedModel, settings: BenchSettings) -> Iterator[Figure]:
+    """Tokens a second of a batch, full cache and evicted."""
+    ids = tokens_of(model, settings.batch, settings.batch_tokens)
+    caches: dict[str, Cache] = {
+        "full": DynamicCache(config=model.config),
+        "evicted": EvictionCache(methods.policy("ada_snapkv", Ratio(settings.kept)), model),
+    }
+    with attach(model):
+        for cache in caches.values():
+            prefill(model, ids, cache)
+            freeze(cache)
+        seconds = in_turns({name: decoder(model, cache, settings.steps) for name, cache in caches.items()}, settings.turns)
+    full, evicted = (settings.batch * settings.steps / seconds[name] for name in caches)
+    what = f"decode, batch of {settings.batch} x {settings.batch_tokens:,}, Ada-SnapKV to {settings.kept:.0%}"
+    yield Figure(what, f"{evicted:.0f} tokens/s, {evicted / full:.2f} x DynamicCache's {full:.0f}")
+
+
+# ---- parts
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
+    model(ids, cache=cache, logits_to_keep=1)
+
+
+def freeze(cache: Cache) -> None:
+    """SnapKV evicts after a prefill: what is decoded afterwards stays."""
+    if isinstance(cache, EvictionCache):
+        cache.frozen = True
+
+
+def decoder(model: PreTrainedModel, cache: Cache, steps: int) -> Callable[[], None]:
+    """A function that decodes `steps` tokens."""
+    rows = len(cache.num_seen) if isinstance(cache, EvictionCache) else cache.layers[0].keys.shape[0]
+    token = tokens_of(model, rows, 1)
+
+    @torch.no_grad()
+    def decode() -> None:
+        for _ in range(steps):
+            model(token, cache=cache)
+
+    return decode
+
+
+def in_turns(contenders: dict[str, Callable[[], None]], turns: int) -> dict[str, float]:
+    """Seconds of each contender's fastest turn; the first turn of each only warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(turns + 1):
+        for name, run in contenders.items():
+            begin = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: min(each[1:]) for name, each in seconds.items()}
+
+
+@contextmanager
+def stopwatch(owner: type, name: str) -> Iterator[list[float]]:
+    """Seconds that each call of a method took inside the block."""
+    method, spent = getattr(owner, name), []
+
+    def timed(*args: object) -> object:
+        begin = time.perf_counter()
+        try:
+            return method(*args)
+        finally:
+            spent.append(time.perf_counter() - begin)
+
+    with mock.patch.object(owner, name, timed):
+        yield spent
+
+
+def bytes_of(cache: Cache) -> int:
+    if isinstance(cache, EvictionCache):
+        return cache.nbytes()
+    return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+def tokens_of(model: PreTrainedModel, rows: int, count: int) -> Tensor:
+    """[rows, count] random tokens."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(10, vocabulary, (rows, count), generator=torch.Generator().manual_seed(0), device="cpu").to(model.device)
+
+
+def random_model(positions: int) -> PreTrainedModel:
+    """A small Llama of random weights that takes so many positions."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+    )
+    return LlamaForCausalLM(config).eval()
