@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from learnkv import methods
 from learnkv.budgets import Ratio
 from learnkv.models import PreTrainedModel
+from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
 from learnkv.runtime.step import LayerState, Step
 
-Cache = DynamicCache | EvictionCache
+Cache = Any  # an EvictionCache, or the DynamicCache that the model makes for itself
 
 
 @dataclass
@@ -56,25 +59,15 @@ def runtime(model: PreTrainedModel, settings: BenchSettings) -> Iterator[Figure]
     """The figures, each as soon as it is known."""
     yield from decoding(model, settings)
     yield selection(model, settings)
-    yield chunked(settings)
+    yield chunked(model, settings)
     yield from batches(model, settings)
 
 
 def decoding(model: PreTrainedModel, settings: BenchSettings) -> Iterator[Figure]:
     """Full cache, EvictionCache that keeps everything, and Ada-SnapKV's, decoding in turns."""
-    ids = tokens_of(model, 1, settings.num_tokens)
-    caches: dict[str, Cache] = {
-        "full": DynamicCache(config=model.config),
-        "kept": EvictionCache(None, model),
-        "evicted": EvictionCache(methods.policy("ada_snapkv", Ratio(settings.kept)), model),
-    }
-    with attach(model):
-        for cache in caches.values():
-            prefill(model, ids, cache)
-            freeze(cache)
-        seconds = in_turns({name: decoder(model, cache, settings.steps) for name, cache in caches.items()}, settings.turns)
-    full, kept, evicted = (seconds[name] / settings.steps * 1000 for name in caches)
-    held = {name: bytes_of(cache) for name, cache in caches.items()}
+    policies = {"kept": None, "evicted": methods.policy("ada_snapkv", Ratio(settings.kept))}
+    seconds, held = raced(model, tokens_of(model, 1, settings.num_tokens), policies, settings)
+    full, kept, evicted = (seconds[name] / settings.steps * 1000 for name in ("full", "kept", "evicted"))
     at = f"at {settings.num_tokens:,} tokens"
     yield Figure(f"decode, DynamicCache {at}", f"{full:.1f} ms a token, holds {held['full'] / 2**20:.1f} MiB")
     yield Figure(f"decode, EvictionCache with nothing evicted {at}", f"{kept:.1f} ms, {kept / full:.2f} x DynamicCache", "at most 1.10 x")
@@ -98,9 +91,9 @@ def selection(model: PreTrainedModel, settings: BenchSettings) -> Figure:
     return Figure(what, f"{seconds * 1000:.0f} ms, {share:.1%} of prefill", "at most 3%")
 
 
-def chunked(settings: BenchSettings) -> Figure:
+def chunked(base: PreTrainedModel, settings: BenchSettings) -> Figure:
     """The most tokens that any head ever held while a long prompt came in chunks."""
-    model, most = random_model(settings.stream), 0
+    model, most = random_model(base, settings.stream), 0
 
     def watched(step: Step, state: LayerState, queries: Tensor, scale: float) -> None:
         nonlocal most
@@ -118,17 +111,9 @@ def chunked(settings: BenchSettings) -> Figure:
 
 def batches(model: PreTrainedModel, settings: BenchSettings) -> Iterator[Figure]:
     """Tokens a second of a batch, full cache and evicted."""
-    ids = tokens_of(model, settings.batch, settings.batch_tokens)
-    caches: dict[str, Cache] = {
-        "full": DynamicCache(config=model.config),
-        "evicted": EvictionCache(methods.policy("ada_snapkv", Ratio(settings.kept)), model),
-    }
-    with attach(model):
-        for cache in caches.values():
-            prefill(model, ids, cache)
-            freeze(cache)
-        seconds = in_turns({name: decoder(model, cache, settings.steps) for name, cache in caches.items()}, settings.turns)
-    full, evicted = (settings.batch * settings.steps / seconds[name] for name in caches)
+    policies = {"evicted": methods.policy("ada_snapkv", Ratio(settings.kept))}
+    seconds, _ = raced(model, tokens_of(model, settings.batch, settings.batch_tokens), policies, settings)
+    full, evicted = (settings.batch * settings.steps / seconds[name] for name in ("full", "evicted"))
     what = f"decode, batch of {settings.batch} x {settings.batch_tokens:,}, Ada-SnapKV to {settings.kept:.0%}"
     yield Figure(what, f"{evicted:.0f} tokens/s, {evicted / full:.2f} x DynamicCache's {full:.0f}")
 
@@ -136,31 +121,32 @@ def batches(model: PreTrainedModel, settings: BenchSettings) -> Iterator[Figure]
 # ---- parts
 
 
+def raced(
+    model: PreTrainedModel, ids: Tensor, policies: Mapping[str, Policy | None], settings: BenchSettings
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Seconds of the fastest turn of decoding after the prompt `ids`, and bytes held, of "full" (DynamicCache) and each policy."""
+    with attach(model):
+        caches: dict[str, Cache] = {"full": prefill(model, ids, None)}
+        for name, policy in policies.items():
+            caches[name] = prefill(model, ids, EvictionCache(policy, model))
+            caches[name].frozen = True  # what is decoded stays
+        token = tokens_of(model, len(ids), 1)
+        runs = {name: partial(decode, model, token, cache, settings.steps) for name, cache in caches.items()}
+        return in_turns(runs, settings.turns), {name: bytes_of(cache) for name, cache in caches.items()}
+
+
 @torch.no_grad()
-def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
-    model(ids, cache=cache, logits_to_keep=1)
+def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Cache:
+    return model(ids, cache=cache, use_cache=True, logits_to_keep=1).past_key_values
 
 
-def freeze(cache: Cache) -> None:
-    """SnapKV evicts after a prefill: what is decoded afterwards stays."""
-    if isinstance(cache, EvictionCache):
-        cache.frozen = True
+@torch.no_grad()
+def decode(model: PreTrainedModel, token: Tensor, cache: Cache, steps: int) -> None:
+    for _ in range(steps):
+        model(token, cache=cache)
 
 
-def decoder(model: PreTrainedModel, cache: Cache, steps: int) -> Callable[[], None]:
-    """A function that decodes `steps` tokens."""
-    rows = len(cache.num_seen) if isinstance(cache, EvictionCache) else cache.layers[0].keys.shape[0]
-    token = tokens_of(model, rows, 1)
-
-    @torch.no_grad()
-    def decode() -> None:
-        for _ in range(steps):
-            model(token, cache=cache)
-
-    return decode
-
-
-def in_turns(contenders: dict[str, Callable[[], None]], turns: int) -> dict[str, float]:
+def in_turns(contenders: Mapping[str, Callable[[], None]], turns: int) -> dict[str, float]:
     """Seconds of each contender's fastest turn; the first turn of each only warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns + 1):
@@ -199,16 +185,12 @@ def tokens_of(model: PreTrainedModel, rows: int, count: int) -> Tensor:
     return torch.randint(10, vocabulary, (rows, count), generator=torch.Generator().manual_seed(0), device="cpu").to(model.device)
 
 
-def random_model(positions: int) -> PreTrainedModel:
-    """A small Llama of random weights that takes so many positions."""
+def random_model(model: PreTrainedModel, positions: int) -> PreTrainedModel:
+    """Two layers of the model's kind with random weights, all of them evictable, that take so many positions."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=positions,
-    )
-    return LlamaForCausalLM(config).eval()
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers, config.max_position_embeddings = 2, positions
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * 2
+    made: Any = type(model)(config)
+    return made.to(model.device, model.dtype).eval()
