@@ -539,3 +539,41 @@ def test_caches_that_saw_different_prompts_are_refused_together(llama):
         caches = [prefill_many(llama, prompt(n), [None])[0] for n in (9, 11)]
     with pytest.raises(ValueError, match=r"9, 11"):
         together(caches, llama)
+
+
+# ---- the memory report
+
+
+def test_the_report_counts_what_is_held_and_the_peak_before_eviction(llama):
+    cache = EvictionCache(policy(budget=16), llama)
+    with attach(llama):
+        llama(prompt(160), cache=cache)
+    report = cache.report()
+    assert (report.tokens == 16).all() and report.seen.tolist() == [160]
+    assert report.total == cache.nbytes() >= int(report.nbytes.sum())
+    page = PAGE * (2 * 8 * 4 + 4)  # key, value and position of 16 tokens
+    assert (report.nbytes == 2 * page).all()  # 16 tokens and room for the next
+    layer_before = 2 * 11 * page  # 160 tokens and room for the next, two heads
+    assert layer_before < report.peak < 3 * layer_before  # a layer evicts before the next one stores
+
+
+def test_the_report_of_a_selection_over_all_layers_has_them_all_at_its_peak(llama):
+    cache = EvictionCache(policy(budget=16, allocate="adaptive_global"), llama)
+    with attach(llama):
+        llama(prompt(160), cache=cache)
+    assert cache.report().peak >= 3 * 2 * 11 * PAGE * (2 * 8 * 4 + 4)
+
+
+def test_the_report_prints_a_line_per_layer_and_draws(llama, tmp_path):
+    cache = EvictionCache(policy(budget=16, allocate="adaptive"), llama)
+    with attach(llama):
+        llama(prompt(40, rows=2), cache=cache)
+    lines = str(cache.report()).splitlines()
+    assert len(lines) == 1 + 3 + 1 and "16.0" in lines[1] and "kept 40.0% of 40/40 tokens" in lines[-1]
+    cache.report().draw(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_empty_cache_has_nothing_to_report(llama):
+    with pytest.raises(ValueError, match="is empty; run a forward"):
+        EvictionCache(policy(), llama).report()

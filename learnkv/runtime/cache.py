@@ -25,6 +25,7 @@ from learnkv import budgets
 from learnkv.capture import decoder_of
 from learnkv.observation import Probe, Scorer
 from learnkv.policy import Policy
+from learnkv.runtime.memory import MemoryReport
 from learnkv.runtime.pages import Pages
 from learnkv.runtime.step import LayerState, ProbeStep, Seat, Step, Target, over_budget, running
 from learnkv.version import __version__
@@ -130,10 +131,16 @@ class EvictionCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of all storages held: keys, values, positions, memory, tables, lengths, last queries; sliding layers too."""
-        tensors = [t for state in self.states if state.pages is not None for t in (*state.pages.tensors(), state.queries)]
-        tensors += [t for layer in self.sliding for t in (layer.keys, layer.values)]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-        return sum(storages.values())
+        tensors = [t for state in self.states for t in state.tensors()]
+        tensors += [t for layer in self.sliding for t in (layer.keys, layer.values) if t is not None]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def report(self) -> MemoryReport:
+        """What is held now, by layer and head, and the most that ever was; print it, or `draw` it."""
+        pages = self.held_pages()
+        nbytes = torch.stack([p.counts.cpu() * p.pool.page_bytes for p in pages])
+        total = self.nbytes()
+        return MemoryReport(self.lengths(), nbytes, self.num_seen.cpu(), total, max(self.peak, total))
 
     def pin(self, row: int, start: int, stop: int) -> None:
         """Tokens start..stop - 1 of a row, counted over its real tokens, stay inside the budget until `reset`; they may be yet to come."""
@@ -153,6 +160,7 @@ class EvictionCache(Cache):
         self.budgets: list[Tensor | None] = [None for _ in self.policies]
         self.steps_since_prefill = 0
         self.pins: list[tuple[int, int, int]] = []
+        self.peak = 0
         self.step: Step | None = None
 
     def clone(self) -> EvictionCache:
@@ -221,6 +229,7 @@ class EvictionCache(Cache):
         if "token_ids" in step.needs and token_ids is None:
             raise ValueError(f"{names(self.seats)}: a scorer reads token ids; call the model with input_ids, not inputs_embeds")
         step.targets, step.probes = self.targets(step), self.probes(step)
+        step.layer_bytes = {state.index: state.nbytes for state in self.states}
         self.step = step
         return step
 
@@ -276,6 +285,7 @@ class EvictionCache(Cache):
             self.run_probe(model, ProbeStep(step, seat, row, probe))
         step.select_waiting(self.states)
         self.num_seen, self.next_rope, self.step = step.num_seen, step.next_rope, None
+        self.peak = max(self.peak, step.peak)
 
     def run_probe(self, model: PreTrainedModel, probe: ProbeStep) -> None:
         """Runs a probe's rows through the decoder over one row; all that changes is its scorer's memory."""

@@ -66,6 +66,11 @@ class Pool:
         self.shared = self.shared and bool((self.uses() > 1).any())
         return self.shared
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: keys, values, positions and memory."""
+        return sum(getattr(self, name)[:1].nbytes for name in PAGED)
+
     def take(self, count: int) -> Tensor:
         """[count] int64 free pages, emptied; where there are too few the pool grows, by a quarter at least."""
         free = (self.uses() == 0).nonzero()[:, 0]

@@ -36,6 +36,14 @@ class LayerState:
         assert self.pages is not None, "stored before it is read"
         return self.pages
 
+    def tensors(self) -> list[Tensor]:
+        """All that holds memory."""
+        return [] if self.pages is None else [*self.pages.tensors(), *([] if self.queries is None else [self.queries])]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+
     def clone(self) -> LayerState:
         """The same; pages are shared until one of the two writes on them."""
         pages = None if self.pages is None else self.pages.clone()
@@ -140,6 +148,9 @@ class Step:
     attended: set[int] = field(default_factory=set)
     waiting: dict[tuple[int, int], Observation] = field(default_factory=dict)  # (seat, layer)
     scores: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    # bytes that each layer holds, and the most that they held together
+    layer_bytes: dict[int, int] = field(default_factory=dict)
+    peak: int = 0
 
     def __post_init__(self) -> None:
         self.padded = bool((self.positions < 0).any())
@@ -154,6 +165,8 @@ class Step:
             state.pages = Pages.empty(counts, keys, values, sum(seat.scorer.memory_size for seat in self.seats))
         self.state, self.new_slots = state, state.pages.append(keys, values, positions)
         state.columns += T
+        self.layer_bytes[state.index] = state.nbytes
+        self.peak = max(self.peak, sum(self.layer_bytes.values()))
 
     def observe(self, state: LayerState, queries: Tensor, scale: float) -> None:
         """After a layer's attention over all it holds: scorers remember, and what need not wait is selected."""
@@ -170,6 +183,7 @@ class Step:
             if target.over[state.index]:
                 self.select_or_wait(target, state, self.shown(base, self.seats[target.seat]))
         self.scores = {key: s for key, s in self.scores.items() if key in self.waiting}
+        self.layer_bytes[state.index] = state.nbytes
 
     def select_or_wait(self, target: Target, state: LayerState, obs: Observation) -> None:
         key = (target.seat, state.index)
