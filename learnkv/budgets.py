@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from learnkv import ops
@@ -41,14 +45,15 @@ class Allocator(Protocol):
     observations  one per layer, beside the scores
     returns       one [B, H] int64 per layer, tokens kept per head; sums to H * budget over what it was shown where that many are filled
     scope         "model" where it must see all layers at once
-    spans         "model" where the layers share one budget, so that a layer may hold more than its part while others hold less
+    spans         "model" where the layers share one budget, so that a layer may hold more than its part while others hold less;
+                  "nothing" where scores decide how many stay, so that a selection may be due within the budget
     """
 
     @property
     def scope(self) -> Literal["layer", "model"]: ...
 
     @property
-    def spans(self) -> Literal["layer", "model"]: ...
+    def spans(self) -> Literal["layer", "model", "nothing"]: ...
 
     def __call__(self, scores: list[Tensor], budget: Tensor, observations: list[Observation]) -> list[Tensor]: ...
 
@@ -153,6 +158,103 @@ class Pyramid:
             return [high - layer * step for layer in range(num_layers)]
         least, most = past / self.beta, past * (2 - 1 / self.beta)
         return rounded(filled([most - layer * (most - least) / (num_layers - 1) for layer in range(num_layers)], available))
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """A fixed share of the model's budget for every KV head, from a table made before (HeadKV, arXiv:2410.19258).
+
+    Of the budget's C tokens the p protected ones stay in every head.  Of the C - p others each head is sure of (1 - 1 / beta); the rest
+    of all heads is one pool, split by the table.  What a head cannot hold goes to the others, and tokens are rounded so that all heads
+    together keep exactly as many as under `uniform`.
+
+    table  [layers][heads] worth of each head, 0 or more; of KV heads, or of query heads, whose groups are averaged
+    beta   how much is shared out: 1 pools everything, large values approach `uniform`; the paper tries 1.005 to 10
+
+    Differs: the sum is exact, and heads are KV heads; the official code keeps a cache for each query head.
+    """
+
+    table: tuple[tuple[float, ...], ...]
+    beta: float = 1.01
+
+    scope: ClassVar[Literal["layer", "model"]] = "layer"
+    spans: ClassVar[Literal["layer", "model"]] = "model"
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 1:
+            raise ValueError(f"beta={self.beta} divides what a head is sure of; give 1 or more")
+        widths = sorted({len(row) for row in self.table})
+        if len(widths) != 1 or widths == [0]:
+            raise ValueError(f"a table of heads has one number for each head of each layer; this one has rows of {widths or 'no'} numbers")
+        if not all(0 <= x < math.inf for row in self.table for x in row) or not any(x for row in self.table for x in row):
+            raise ValueError("a table of heads holds numbers from 0 on, one above 0 at least; this one holds others")
+
+    @classmethod
+    def read(cls, path: str | Path, beta: float = 1.01) -> PerHead:
+        """A table from JSON, as rows of numbers or as HeadKV's {"layer-head": scores}, or the tensor `heads` of a safetensors file."""
+        path = Path(path)
+        try:
+            rows = load_file(path)["heads"].tolist() if path.suffix == ".safetensors" else json_table(json.loads(path.read_text()))
+            return cls(tuple(tuple(float(x) for x in row) for row in rows), beta)
+        except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no table of heads ({error}); give rows of numbers, one row per layer") from error
+
+    def __call__(self, scores: list[Tensor], budget: Tensor, observations: list[Observation]) -> list[Tensor]:
+        return [self.of_layer(s, budget, obs) for s, obs in zip(scores, observations, strict=True)]
+
+    def of_layer(self, scores: Tensor, budget: Tensor, obs: Observation) -> Tensor:
+        """[B, H] tokens of each head of the layer that `obs` shows."""
+        worth = self.worth(obs.num_layers, scores.shape[1])
+        protected = (scores == float("inf")).sum(-1).amax(1)  # [B]
+        kept = [
+            [p + extra for extra in self.by_head(max(0, c - p), max(0, n - p), worth)[obs.layer]]
+            for c, p, n in zip(budget.tolist(), protected.tolist(), obs.num_seen.tolist(), strict=True)
+        ]
+        return torch.tensor(kept, device=scores.device)
+
+    def worth(self, num_layers: int, num_heads: int) -> list[list[float]]:
+        """[layers][H] shares that sum to 1, query heads averaged over their group."""
+        have = len(self.table), len(self.table[0])
+        if have[0] != num_layers or have[1] % num_heads:
+            raise ValueError(f"the table of heads is {have[0]} layers x {have[1]} heads, the model has {num_layers} x {num_heads} KV heads")
+        group = have[1] // num_heads
+        means = [[sum(row[h * group : (h + 1) * group]) for h in range(num_heads)] for row in self.table]
+        total = sum(map(sum, means))
+        return [[x / total for x in row] for row in means]
+
+    def by_head(self, past: int, available: int, worth: list[list[float]]) -> list[list[int]]:
+        """[layers][H] unprotected tokens: of a mean of `past`, where every head has `available`."""
+        heads = [x for row in worth for x in row]
+        sure, pool = past * (1 - 1 / self.beta), past * len(heads) / self.beta
+        counts = rounded(filled([sure + pool * x for x in heads], available))
+        H = len(worth[0])
+        return [counts[start : start + H] for start in range(0, len(counts), H)]
+
+
+def json_table(values: object) -> list[list[float]]:
+    """Rows of numbers out of JSON; HeadKV's keys are "layer-head", its values one score or several that are averaged."""
+    if not isinstance(values, dict):
+        return values  # type: ignore[return-value]  # PerHead looks at it
+    found = {tuple(map(int, key.split("-"))): x for key, x in values.items()}
+    layers, heads = (1 + max(key[i] for key in found) for i in (0, 1))
+    return [[mean(found[layer, head]) for head in range(heads)] for layer in range(layers)]
+
+
+def mean(scores: float | list[float]) -> float:
+    return sum(scores) / len(scores) if isinstance(scores, list) else scores
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Every head keeps the tokens that score `least` or more, however many they are; the budget is the most that it keeps."""
+
+    least: float
+
+    scope: ClassVar[Literal["layer", "model"]] = "layer"
+    spans: ClassVar[Literal["nothing"]] = "nothing"
+
+    def __call__(self, scores: list[Tensor], budget: Tensor, observations: list[Observation]) -> list[Tensor]:
+        return [(s >= self.least).sum(-1).minimum(budget[:, None]) for s in scores]
 
 
 def filled(wanted: list[float], most: int) -> list[float]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from learnkv.budgets import Adaptive, Pyramid, Ratio, Uniform, resolve
+from learnkv.budgets import Adaptive, PerHead, Pyramid, Ratio, Threshold, Uniform, resolve
 from learnkv.observation import Observation
 from tests.observations import Row, observe
 
@@ -192,3 +193,77 @@ def test_an_official_pyramid_of_a_short_prompt_is_uniform():
 def test_pyramid_refuses_a_knob_it_cannot_mean(knobs):
     with pytest.raises(ValueError, match=f"{next(iter(knobs))}="):
         Pyramid(**knobs)
+
+
+# ---- a table of heads
+
+
+def table_counts(rule: PerHead, budget: int, n: int, heads: int = 2, protected: int = 0) -> list[list[int]]:
+    """[layer][head] tokens kept, heads of n tokens."""
+    x = torch.zeros(heads, n, 1)
+    obs = observe([Row(x, x, x, x, torch.zeros(n).long(), [list(range(n))] * heads, 0, [torch.zeros(n, 0)] * heads)])
+    scores = torch.zeros(1, heads, n)
+    scores[..., :protected] = math.inf
+    layers = len(rule.table)
+    return [rule([scores], torch.tensor([budget]), [replace(obs, layer=i, num_layers=layers)])[0][0].tolist() for i in range(layers)]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=1, max_size=6).filter(lambda t: any(map(any, t))),
+    st.integers(1, 100),
+    st.integers(1, 150),
+    st.integers(0, 8),
+    st.floats(1, 10),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_table_keeps_its_budget_to_the_token_and_no_head_more_than_there_is(table, budget, n, protected, beta):
+    protected = min(protected, n, budget)
+    counts = table_counts(PerHead(tuple(table), beta), budget, n, 2, protected)
+    assert sum(map(sum, counts)) == 2 * len(table) * min(budget, n)
+    assert all(protected <= c <= n for row in counts for c in row)
+
+
+def test_heads_keep_what_headkv_gives_them():
+    """base = C - C / beta, pool = C / beta * heads, split by the table (arXiv:2410.19258)."""
+    assert table_counts(PerHead(((4.0, 1.0), (3.0, 2.0)), beta=2.0), 40, 1000) == [[52, 28], [44, 36]]
+
+
+def test_query_heads_are_averaged_over_their_group():
+    assert (
+        table_counts(PerHead(((6.0, 2.0, 1.0, 1.0),), 1.0), 50, 1000) == table_counts(PerHead(((4.0, 1.0),), 1.0), 50, 1000) == [[80, 20]]
+    )
+
+
+@pytest.mark.parametrize("text", ["[[4, 1], [3, 2]]", '{"0-0": [5, 3], "0-1": 1, "1-0": [3], "1-1": 2}'])
+def test_a_table_is_read_from_json(text, tmp_path):
+    (tmp_path / "heads.json").write_text(text)
+    assert PerHead.read(tmp_path / "heads.json").table == ((4.0, 1.0), (3.0, 2.0))
+
+
+def test_a_table_is_read_from_safetensors(tmp_path):
+    save_file({"heads": torch.tensor([[4.0, 1.0], [3.0, 2.0]])}, tmp_path / "heads.safetensors")
+    assert PerHead.read(tmp_path / "heads.safetensors").table == ((4.0, 1.0), (3.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[[1, 2], [3]]", "[[1, -2]]", "[[0, 0]]", '[["a"]]', "7", '{"0-1": 1}', '{"zero": 1}', "[]", "[[NaN]]"]
+)
+def test_what_is_no_table_is_refused_with_its_file(text, tmp_path):
+    (tmp_path / "heads.json").write_text(text)
+    with pytest.raises(ValueError, match="heads.json holds no table of heads"):
+        PerHead.read(tmp_path / "heads.json")
+
+
+def test_a_table_of_another_model_is_refused_with_both_sides():
+    with pytest.raises(ValueError, match=r"1 layers x 3 heads, the model has 1 x 2 KV heads"):
+        table_counts(PerHead(((1.0, 1.0, 1.0),)), 10, 20)
+
+
+# ---- threshold
+
+
+def test_a_threshold_keeps_what_scores_enough_up_to_the_budget():
+    layer = [[[(0, math.inf), (1, 2.0), (2, 0.5)], [(0, -1.0), (1, 0.5), (2, 0.5), (3, 2.0)]]]
+    assert allocate(Threshold(0.5), [layer], [9]) == [[[3, 3]]]
+    assert allocate(Threshold(1.0), [layer], [9]) == [[[2, 1]]]
+    assert allocate(Threshold(0.5), [layer], [2]) == [[[2, 2]]]

@@ -577,3 +577,13 @@ def test_the_report_prints_a_line_per_layer_and_draws(llama, tmp_path):
 def test_an_empty_cache_has_nothing_to_report(llama):
     with pytest.raises(ValueError, match="is empty; run a forward"):
         EvictionCache(policy(), llama).report()
+
+
+def test_a_threshold_evicts_within_the_budget_and_again_as_tokens_come(llama):
+    scorer = StreamingLLM()  # scores are positions
+    with attach(llama):
+        cache = EvictionCache(Policy(scorer, 1000, budgets.Threshold(30.0), num_sinks=2, num_recent=4), llama)
+        llama(prompt(40), cache=cache)
+        assert (cache.lengths() == 2 + 10).all()
+        llama(prompt(1), cache=cache)
+        assert (cache.lengths() == 2 + 11).all()

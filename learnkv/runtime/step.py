@@ -100,7 +100,12 @@ class Target:
 
 
 def over_budget(states: list[LayerState], num_new: Tensor, budget: Tensor, policy: Policy) -> list[bool]:
-    """Per layer, whether it will be over budget [B] with num_new [B] tokens more; the same for all where they share one budget."""
+    """Per layer, whether it will be over budget [B] with num_new [B] tokens more; the same for all where they share one budget.
+
+    Where scores decide how many stay, a layer is always looked at.
+    """
+    if policy.allocate.spans == "nothing":
+        return [True] * len(states)
     if states[0].pages is None:
         return [bool((num_new > budget).any())] * len(states)
     H = states[0].pages.lengths.shape[1]
