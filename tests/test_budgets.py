@@ -250,7 +250,7 @@ def test_a_table_is_read_from_safetensors(tmp_path):
 )
 def test_what_is_no_table_is_refused_with_its_file(text, tmp_path):
     (tmp_path / "heads.json").write_text(text)
-    with pytest.raises(ValueError, match="heads.json holds no table of heads"):
+    with pytest.raises(ValueError, match=r"heads\.json holds no table of heads"):
         PerHead.read(tmp_path / "heads.json")
 
 
