@@ -258,6 +258,17 @@ def test_the_neighbourhood_is_what_is_held_within_reach():
                 assert mean[0, h, slot].item() == pytest.approx(torch.stack(near).mean().item(), abs=1e-6)
 
 
+def test_a_reach_beyond_the_context_is_the_whole_context():
+    scores = torch.randn(1, 2, 5)
+    mean = neighbourhood_mean(scores, torch.arange(5).expand(1, 2, 5), 64)
+    assert torch.allclose(mean, scores.mean(-1, keepdim=True).expand(1, 2, 5))
+
+
+def test_without_pooling_an_infinite_score_stays_its_own():
+    scores = torch.tensor([[[1.0, float("inf"), 3.0]]])
+    assert torch.equal(made_gate(replace(SMALL, pooling=0)).pooled(scores, torch.arange(3).expand(1, 1, 3)), scores)
+
+
 def test_a_served_score_holds_its_neighbourhoods_share_and_the_loss_none_of_it():
     alone, trace = made_gate(replace(SMALL, pooling=0)), made_trace(20)
     gate = made_gate(replace(SMALL, pooling=0.75, reach=1))

@@ -22,6 +22,7 @@ from learnkv.rope import rotary_frequencies, turn_back
 from learnkv.traces.format import Trace
 
 INPUTS = ("keys", "values")
+MAX_REACH = 64
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class KVPConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
         if not 0 <= self.pooling <= 1:
             raise ValueError(f"pooling={self.pooling} is a share; give 0 to 1")
+        if self.reach > MAX_REACH:
+            raise ValueError(f"reach={self.reach} is no neighbourhood any more; give 1 to {MAX_REACH} positions")
         for name, size in {"num_sinks": self.num_sinks, "num_recent": self.num_recent}.items():
             if size < 0:
                 raise ValueError(f"{name}={size} counts tokens; give 0 or more")
@@ -157,6 +160,8 @@ class KVP(Gate):
 
     def pooled(self, scores: Tensor, positions: Tensor) -> Tensor:
         """[B, H, L] scores with the neighbourhood's share in them."""
+        if not self.config.pooling:
+            return scores
         return torch.lerp(scores, neighbourhood_mean(scores, positions, self.config.reach), self.config.pooling)
 
     def trace_features(self, traces: Sequence[Trace], layers: slice) -> Features:
@@ -252,7 +257,7 @@ def neighbourhood_mean(scores: Tensor, positions: Tensor, reach: int) -> Tensor:
     returns    [B, H, L]
     """
     total, count = scores.clone(), torch.ones_like(scores)
-    for step in range(1, reach + 1):  # slots apart: at least as many positions
+    for step in range(1, min(reach, scores.shape[-1] - 1) + 1):  # slots apart: at least as many positions
         here, there = slice(None, -step), slice(step, None)
         near = (positions[..., there] >= 0) & (positions[..., there] - positions[..., here] <= reach)
         for to, source in ((here, there), (there, here)):
