@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from importlib import import_module
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from learnkv.version import __version__
@@ -24,6 +26,18 @@ HOMES = {
     "load_gate": "learnkv.checkpoint",
     "load_model": "learnkv.models",
 }
+
+
+def say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ctrl-C as one line."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write("interrupted\n")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.argv[:1] == ["-m"]:  # a command of ours is starting, and imports for seconds before its own `main` runs
+    sys.excepthook = say_interrupted
 
 
 def __getattr__(name: str) -> object:

@@ -57,13 +57,23 @@ def save_gate(gate: Gate, folder: Path, recipe: dict[str, object]) -> None:
 
     recipe  the resolved recipe of the training, as plain values
     """
-    tensors = {name: t.detach().cpu().contiguous() for name, t in gate.state_dict().items()}
+    tensors = tensors_of(gate)
     card = Card(gate.METHOD, gate.knobs(), gate.base, recipe, weights_sha(tensors))
     text = json.dumps(asdict(card), indent=2, sort_keys=True) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     content = save(tensors, {"card": text})  # not save_file, as in write_shard
     write_atomically(folder / WEIGHTS, lambda to: to.write_bytes(content))
     write_atomically(folder / CARD, lambda to: to.write_text(text))
+
+
+def tensors_of(gate: Gate) -> dict[str, Tensor]:
+    return {name: t.detach().cpu().contiguous() for name, t in gate.state_dict().items()}
+
+
+def gate_hash(gate: Gate) -> str:
+    """16 hex digits of all that decides a gate's scores: its method, knobs and tensors."""
+    decides = [gate.METHOD, gate.knobs(), weights_sha(tensors_of(gate))]
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_gate(path: str | Path, model: PreTrainedModel | None = None) -> Gate:
@@ -87,6 +97,9 @@ def build_gate(card: Card, folder: Path) -> Gate:
     if card.method not in GATES:
         raise ValueError(f"{folder}: {unknown('method', card.method, GATES)}")
     kind = GATES[card.method]
+    lacking = [field.name for field in fields(kind.Config) if field.name not in card.config]
+    if lacking:
+        raise ValueError(f"{folder}: its config lacks {', '.join(lacking)}, so another version of learnkv wrote it; train again")
     return kind(config.build(kind.Config, card.config, f"{folder / CARD}: config"), card.base_model)
 
 

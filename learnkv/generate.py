@@ -26,7 +26,7 @@ from learnkv.evaluation.rows import budget_of
 from learnkv.models import DTYPES, PreTrainedModel, PreTrainedTokenizerBase, load_model
 from learnkv.policy import Policy
 from learnkv.prompts import Prompt, Question, encode, make
-from learnkv.prompts.make import read_text
+from learnkv.prompts.make import read_text, refuse_half_characters
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many
@@ -106,6 +106,8 @@ def own_prompt(command: GenerateCommand) -> Prompt:
     text = command.prompt or ""
     if command.file is not None:
         text = sys.stdin.read() if command.file == "-" else read_text(Path(command.file))
+    refuse_half_characters(text, f"the context from {command.file or 'prompt'}")
+    refuse_half_characters(command.question, "question")
     if not text.strip():
         raise ValueError(f"the context from {command.file or 'prompt'} is empty; there is nothing to compress")
     return Prompt("own", "heldout", text, (Question(f"\n\n{command.question}" if command.question else "", "", ""),))

@@ -37,7 +37,7 @@ from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import write_atomically
 from learnkv.traces.measure import evictable_layers, softmax_scales
-from learnkv.traces.record import RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
+from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 from learnkv.training import TrainSettings, fit
 from learnkv.training.fit import EVENTS, LAST
 
@@ -75,12 +75,17 @@ def run(command: TrainCommand) -> None:
     command = replace(command, gate=asdict(cast(Any, gate_config)))
     folder = Path(command.runs) / (command.name or name_of(command.recipe))
     join_processes()
-    if place()[0] == 0:
-        open_run(command, folder)
+    if command.resume == "auto":
+        refuse_other_recipe(folder, settled(command))
     model, tokenizer = load_model(command.model, DTYPES[command.record.dtype])
     asked = make_prompts(command.record, tokenizer, command.prompts)
     refuse_one_sided(asked)
-    traces = record_missing(command, model, tokenizer, asked)
+    plan = plan_recording(model, tokenizer, asked, trace_folder(model, command.record), command.record)
+    plan.refuse_without_room()
+    if place()[0] == 0:
+        open_run(command, folder)  # after all that can be refused: resume=never deletes
+        announce(command, plan)
+    traces = record_plan(plan, model, progress=True)
     gate = train(command, gate_config, traces, folder)
     if place()[0] == 0:
         save_gate(gate, folder, settled(command))
@@ -114,20 +119,11 @@ def settled(command: TrainCommand) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("resume", "runs", "name", "table")}
 
 
-def open_run(command: TrainCommand, folder: Path) -> None:
-    """The run's folder with its recipe; a folder that holds another recipe's run is refused."""
+def refuse_other_recipe(folder: Path, wanted: dict[str, Any]) -> None:
+    """Refuses a folder whose checkpoint is another recipe's."""
+    if not (folder / LAST).exists():
+        return
     path = folder / RECIPE
-    if command.resume == "never" and folder.exists():
-        for stale in (folder / LAST, path):
-            stale.unlink(missing_ok=True)
-        shutil.rmtree(folder / EVENTS, ignore_errors=True)
-    if (folder / LAST).exists():
-        refuse_other_recipe(path, settled(command))
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda to: to.write_text(config.dump(command)))
-
-
-def refuse_other_recipe(path: Path, wanted: dict[str, Any]) -> None:
     try:
         found = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError, FileNotFoundError):
@@ -142,6 +138,16 @@ def refuse_other_recipe(path: Path, wanted: dict[str, Any]) -> None:
             )
 
 
+def open_run(command: TrainCommand, folder: Path) -> None:
+    """The run's folder with its recipe; without what an earlier run left to go on from, where this one starts over."""
+    if command.resume == "never":
+        for stale in (folder / LAST, folder / RECIPE):
+            stale.unlink(missing_ok=True)
+        shutil.rmtree(folder / EVENTS, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / RECIPE, lambda to: to.write_text(config.dump(command)))
+
+
 def refuse_one_sided(asked: list[Prompt]) -> None:
     """Said before an hour of recording, not after it."""
     for split in ("train", "heldout"):
@@ -152,12 +158,9 @@ def refuse_one_sided(asked: list[Prompt]) -> None:
             )
 
 
-def record_missing(command: TrainCommand, model: PreTrainedModel, tokenizer: Tokenizer, asked: list[Prompt]) -> TraceDataset:
-    plan = plan_recording(model, tokenizer, asked, trace_folder(model, command.record), command.record)
-    if place()[0] == 0:
-        print(f"model: {command.model}, {command.record.dtype}")
-        print(f"traces: {plan.folder}, {len(plan.jobs) - len(plan.missing)} there, {len(plan.missing)} to record", flush=True)
-    return record_plan(plan, model, progress=True)
+def announce(command: TrainCommand, plan: Plan) -> None:
+    print(f"model: {command.model}, {command.record.dtype}")
+    print(f"traces: {plan.folder}, {len(plan.jobs) - len(plan.missing)} there, {len(plan.missing)} to record", flush=True)
 
 
 def train(command: TrainCommand, gate_config: object, traces: TraceDataset, folder: Path) -> Gate:

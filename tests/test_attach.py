@@ -208,6 +208,12 @@ def test_importing_learnkv_imports_neither_torch_nor_transformers():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_ctrl_c_while_a_command_still_imports_is_one_line():
+    code = "import sys; sys.argv = ['-m']; import learnkv; raise KeyboardInterrupt"  # what python -m learnkv.train looks like by then
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "interrupted\n" and done.returncode in (130, -2)
+
+
 @pytest.mark.parametrize("name", ["EvictionCache", "Policy", "Scorer", "attach", "evict", "load_gate", "load_model"])
 def test_public_names_are_there(name):
     assert callable(getattr(learnkv, name))

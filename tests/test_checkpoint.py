@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnkv.checkpoint import CARD, WEIGHTS, load_gate, save_gate
+from learnkv.checkpoint import CARD, WEIGHTS, gate_hash, load_gate, save_gate
 from learnkv.gates.kvp import KVPConfig
 from learnkv.models import describe
 from tests.recording import tiny_model
@@ -114,6 +114,21 @@ def test_an_edited_card_is_noticed(folder, edit, says):
     (folder / CARD).write_text(edit((folder / CARD).read_text()))
     with pytest.raises(ValueError, match=says):
         load_gate(folder)
+
+
+def test_a_gate_of_a_version_that_lacked_a_knob_is_refused(folder, monkeypatch):
+    gate = made_gate()
+    monkeypatch.setattr(type(gate), "knobs", lambda self: {"width": 10})
+    save_gate(gate, folder, RECIPE)
+    with pytest.raises(ValueError, match=r"its config lacks branch_width, .*pooling.*; train again"):
+        load_gate(folder)
+
+
+def test_a_gates_hash_hangs_on_all_that_decides_its_scores():
+    gates = [made_gate(), made_gate(seed=1), made_gate(replace(made_gate().config, pooling=0.5)), made_gate()]
+    gates[-1].shift += 1
+    assert gate_hash(made_gate()) == gate_hash(gates[0])
+    assert len({gate_hash(gate) for gate in gates}) == len(gates)
 
 
 def test_a_folder_without_a_gate_is_named(tmp_path):

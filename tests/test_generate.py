@@ -81,7 +81,7 @@ def test_the_context_comes_from_a_file_or_standard_input(ask, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["file=/nowhere/notes.txt"], "No such file or directory: /nowhere/notes.txt"),
+        (["file=/nowhere/notes.txt"], "/nowhere/notes.txt can't be read (No such file or directory)"),
         (["prompt="], "the context from prompt is empty"),
         (["prompt=   "], "the context from prompt is empty"),
         (["prompt=a"], "the context is 1 token(s)"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkv import ops
-from learnkv.gates.kvp import KVP, KVPConfig, positive_fit
+from learnkv.gates.kvp import KVP, KVPConfig, neighbourhood_mean, positive_fit
 from learnkv.gates.ranking import LOSSES, Items, normalised_reward, order_reward, ranks_of, reward_of, sample, soft_rank
 from learnkv.models import BaseModel
 from learnkv.rope import turn_back
@@ -238,13 +238,44 @@ def test_a_trace_and_a_live_cache_score_identically(config, page):
 
 
 @pytest.mark.parametrize("config", KNOBS[:11], ids=str)
-def test_a_token_keeps_its_score_when_others_are_evicted(config):
-    gate, trace = made_gate(config), made_trace(26, 2)
+def test_without_pooling_a_token_keeps_its_score_when_others_are_evicted(config):
+    gate, trace = made_gate(replace(config, pooling=0)), made_trace(26, 2)
     kept = [[0, 3, 4, 11, 25], list(range(20, 26))]
     live = gate.score(observe([row_of(trace, 1, kept)], page=4, layer=1, num_layers=BASE.num_layers))
     whole = gate.score_trace(trace)[1]
     for h, positions in enumerate(kept):
         assert torch.allclose(live[0, h, : len(positions)], whole[h, positions], atol=1e-6)
+
+
+def test_the_neighbourhood_is_what_is_held_within_reach():
+    positions = torch.tensor([[[0, 1, 3, 9, 10, 12], [4, 5, 6, 7, -1, -1]]], dtype=torch.int32)
+    scores = torch.randn(positions.shape)
+    mean = neighbourhood_mean(scores, positions, 2)
+    for h, held in enumerate(positions[0].tolist()):
+        for slot, position in enumerate(held):
+            if position >= 0:
+                near = [scores[0, h, i] for i, other in enumerate(held) if other >= 0 and abs(other - position) <= 2]
+                assert mean[0, h, slot].item() == pytest.approx(torch.stack(near).mean().item(), abs=1e-6)
+
+
+def test_a_reach_beyond_the_context_is_the_whole_context():
+    scores = torch.randn(1, 2, 5)
+    mean = neighbourhood_mean(scores, torch.arange(5).expand(1, 2, 5), 64)
+    assert torch.allclose(mean, scores.mean(-1, keepdim=True).expand(1, 2, 5))
+
+
+def test_without_pooling_an_infinite_score_stays_its_own():
+    scores = torch.tensor([[[1.0, float("inf"), 3.0]]])
+    assert torch.equal(made_gate(replace(SMALL, pooling=0)).pooled(scores, torch.arange(3).expand(1, 1, 3)), scores)
+
+
+def test_a_served_score_holds_its_neighbourhoods_share_and_the_loss_none_of_it():
+    alone, trace = made_gate(replace(SMALL, pooling=0)), made_trace(20)
+    gate = made_gate(replace(SMALL, pooling=0.75, reach=1))
+    own = alone.score_trace(trace)
+    around = torch.stack([own[..., max(0, i - 1) : i + 2].mean(-1) for i in range(20)], -1)
+    assert torch.allclose(gate.score_trace(trace), 0.25 * own + 0.75 * around, atol=1e-6)
+    assert torch.equal(gate.loss(batch_of(trace))["losses"], alone.loss(batch_of(trace))["losses"])
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
@@ -371,7 +402,7 @@ def test_calibrating_twice_is_calibrating_once():
 
 
 def test_published_network_has_the_published_size():
-    config = KVPConfig(branch_width=256, width=256, positions="table", max_positions=6000, unrotate=False)
+    config = KVPConfig(branch_width=256, width=256, positions="table", max_positions=6000, unrotate=False, pooling=0)
     one = KVP(config, BaseModel("one", "", 1, 1, 1, 128, 128))
     # 465,729 in the authors' code, less weight and bias of two norms that the next linear absorbs, and the last linear's bias
     assert sum(p.numel() for p in one.parameters()) == 465_729 - 4 * 256 - 1

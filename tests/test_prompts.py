@@ -138,6 +138,9 @@ def test_own_records_become_prompts_in_their_order(tmp_path):
         ([{"context": "a", "question": "b", "answer": "c"}, {"context": "", "question": "b", "answer": "c"}], "line 2: 'context' is ''"),
         ([{"context": "a", "question": "b", "answer": "  "}], "line 1: 'answer' is '  '"),
         ([{"context": "a", "question": "b", "answer": "c"}, "", "{no json"], "line 3 is not JSON"),
+        ([{"context": "a", "question": "b", "answer": "c", "answer_prefix": 5}], "line 1: 'answer_prefix' is 5"),
+        ([{"context": "a \ud800", "question": "b", "answer": "c"}], "line 1: 'context' holds half a character"),
+        ([{"context": "a", "question": "b\udfff", "answer": "c"}], "line 1: 'question' holds half a character"),
         (["1"], "line 1 holds a int"),
         ([""], "is empty"),
     ],
@@ -152,6 +155,12 @@ def test_texts_that_look_like_something_else_stay_texts_and_a_path_is_no_pattern
     path.write_text(json.dumps({"context": "a\u2028b", "question": "When?", "answer": "2024-01-01"}, ensure_ascii=False))
     (prompt,) = load_prompts(path)
     assert prompt.questions[0].answer == " 2024-01-01" and prompt.context == "a\u2028b\n\n"
+
+
+def test_a_file_that_is_not_there_is_named_with_what_to_do(tmp_path):
+    for name in ("own.jsonl", "own.txt", "."):
+        with pytest.raises(ValueError, match=r"can't be read \(.*\); give a text file, or .jsonl"):
+            load_prompts(tmp_path / name)
 
 
 def test_a_text_file_without_text_is_refused(tmp_path):

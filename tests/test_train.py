@@ -95,6 +95,15 @@ def test_a_checkpoint_whose_recipe_is_gone_is_not_gone_on_from(recipe, capsys):
     assert "resume=never starts over" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wrong", ["model=nowhere", "prompts=nowhere.jsonl", "prompts=one.jsonl", "record.dtype=int8", "record.train=-1"])
+def test_a_refused_command_loses_nothing_of_the_run_that_it_would_start_over(recipe, wrong):
+    Path("one.jsonl").write_text(Path("mine.jsonl").read_text().splitlines()[0])
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0"]) == 0
+    before = {path: path.read_bytes() for path in Path("checkpoints/runs/tiny").rglob("*") if path.is_file()}
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0", "resume=never", "gate.width=7", wrong]) == 2
+    assert {path: path.read_bytes() for path in Path("checkpoints/runs/tiny").rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -102,6 +111,9 @@ def test_a_checkpoint_whose_recipe_is_gone_is_not_gone_on_from(recipe, capsys):
         ("name=../out", "name=../out"),
         ("train.seed=20251129194500", "train.seed=20251129194500"),
         ("gate.permutations=0", "permutations=0"),
+        ("gate.pooling=1.5", "pooling=1.5"),
+        ("gate.reach=0", "reach=0"),
+        ("gate.reach=65", "1 to 64 positions"),
         ("gate.widht=3", "gate.widht|width"),
         ("gate.loss=listnett", "listnet"),
         ("gate.width=wide", "width"),

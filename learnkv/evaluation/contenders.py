@@ -9,7 +9,7 @@ from torch import Tensor
 
 from learnkv import methods
 from learnkv.budgets import ALLOCATORS, Allocator, Ratio
-from learnkv.checkpoint import load_gate
+from learnkv.checkpoint import gate_hash, load_gate
 from learnkv.evaluation.entries import Entry, parse_entry
 from learnkv.evaluation.report import FULL
 from learnkv.gates import GATES
@@ -17,7 +17,7 @@ from learnkv.gates.base import Gate
 from learnkv.heuristics.oracle import Oracle
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.methods import METHODS
-from learnkv.models import PreTrainedModel, weights_hash
+from learnkv.models import PreTrainedModel
 from learnkv.names import unknown
 from learnkv.policy import Policy
 from learnkv.prompts.prompt import Tokenizer
@@ -32,7 +32,7 @@ class Contender:
 
     line         the table's line; several training runs of one recipe share theirs
     method       the entry without its path; `scorer` and `allocator` are its parts
-    run, gate    folder and weights hash of a gate, "" without weights
+    run, gate    folder and hash of a gate, "" without weights
     policy       scorer and budget rules; budget and, for the oracle, scorer are set per cell
     """
 
@@ -120,7 +120,7 @@ def gate_contender(gate: Gate, run: str, line: str, allocator: str = "uniform", 
         raise unknown("allocator", allocator, ALLOCATORS)
     method = gate.METHOD if allocator == "uniform" else f"{gate.METHOD}+{allocator}"
     policy = Policy(gate, WHOLE, ALLOCATORS[allocator], num_sinks, num_recent)
-    return Contender(line, method, gate.METHOD, allocator, run, weights_hash(gate), policy)
+    return Contender(line, method, gate.METHOD, allocator, run, gate_hash(gate), policy)
 
 
 def name_of(allocate: Allocator) -> str:

@@ -22,11 +22,12 @@ from learnkv.rope import rotary_frequencies, turn_back
 from learnkv.traces.format import Trace
 
 INPUTS = ("keys", "values")
+MAX_REACH = 64
 
 
 @dataclass(frozen=True)
 class KVPConfig:
-    """Published (configs/train_single_head.yaml): branch_width=256, width=256, positions=table, unrotate=False, both inputs."""
+    """Published (configs/train_single_head.yaml): branch_width=256, width=256, positions=table, unrotate=False, pooling=0, both inputs."""
 
     branch_width: int = 32  # of the key branch and of the value branch
     width: int = 64  # of the trunk
@@ -35,6 +36,8 @@ class KVPConfig:
     max_positions: int = 6000  # rows of the table; later positions share the last
     inputs: tuple[str, ...] = ("keys", "values")  # which branches there are; () scores by position alone
     unrotate: bool = True  # take RoPE off the keys, so that scores hold at positions that were not trained on
+    pooling: float = 0.75  # share in a served score of the mean over the token's neighbourhood; 0 for none
+    reach: int = 2  # positions that the neighbourhood reaches to both sides
     shared: bool = False  # one agent for all heads instead of one per head
     loss: str = "plackett_luce"  # see learnkv.gates.ranking.LOSSES
     permutations: int = 8  # K drawn per item and step
@@ -51,9 +54,13 @@ class KVPConfig:
                 raise unknown("input", name, INPUTS)
         if not self.inputs and self.positions == "none":
             raise ValueError("inputs=[] with positions=none leaves the gate nothing to read; give one of them")
-        for name in ("branch_width", "width", "depth", "max_positions", "permutations"):
+        for name in ("branch_width", "width", "depth", "max_positions", "reach", "permutations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        if not 0 <= self.pooling <= 1:
+            raise ValueError(f"pooling={self.pooling} is a share; give 0 to 1")
+        if self.reach > MAX_REACH:
+            raise ValueError(f"reach={self.reach} is no neighbourhood any more; give 1 to {MAX_REACH} positions")
         for name, size in {"num_sinks": self.num_sinks, "num_recent": self.num_recent}.items():
             if size < 0:
                 raise ValueError(f"{name}={size} counts tokens; give 0 or more")
@@ -80,7 +87,8 @@ class KVP(Gate):
     Differs: all agents are one batched network, where the authors train one agent per process; RoPE is taken off the keys, so that
     contexts longer than the traces are scored as those are; keys and values are standardised per head by the first traces' mean and
     deviation; the last linear has no bias, which no ranking loss can train, and an affine map per head takes the score to the
-    logarithm of the utility after training, so that heads can share a budget.
+    logarithm of the utility after training, so that heads can share a budget; a served score is mixed with the mean of its
+    neighbours', as SnapKV pools attention, so that an answer stays with the words around it.
     """
 
     METHOD = "kvp"
@@ -138,11 +146,23 @@ class KVP(Gate):
         read = self.as_read(obs.keys, obs.positions + obs.rope_offset[:, None, None])
         keys, values, positions = (rows(x)[None] for x in (read, obs.values, obs.positions))
         features = Features(keys, values, positions, obs.num_seen.repeat_interleave(L))
-        return self(features, slice(obs.layer, obs.layer + 1))[0].view(H, B, L).transpose(0, 1)
+        scores = self(features, slice(obs.layer, obs.layer + 1))[0].view(H, B, L).transpose(0, 1)
+        return self.pooled(scores, obs.positions)
 
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
+        scores = self.trace_scores(trace)
+        return self.pooled(scores, torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape))
+
+    def trace_scores(self, trace: Trace) -> Tensor:
+        """[layers, H, n] scores of each token by itself, which the losses rank."""
         return self(self.trace_features([trace], slice(None)), slice(None))
+
+    def pooled(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """[B, H, L] scores with the neighbourhood's share in them."""
+        if not self.config.pooling:
+            return scores
+        return torch.lerp(scores, neighbourhood_mean(scores, positions, self.config.reach), self.config.pooling)
 
     def trace_features(self, traces: Sequence[Trace], layers: slice) -> Features:
         """Rows of the traces side by side, each padded to the longest: R = B * n."""
@@ -205,7 +225,7 @@ class KVP(Gate):
             return
         nn.init.ones_(self.scale)
         nn.init.zeros_(self.shift)
-        scores = torch.cat([self.score_trace(t) for t in traces], -1)
+        scores = torch.cat([self.trace_scores(t) for t in traces], -1)
         target = (torch.cat([utility_of(t) for t in traces], -1).to(scores.device) + UTILITY_FLOOR).log()
         slope, offset = positive_fit(scores, target)
         self.scale.copy_(slope)
@@ -227,6 +247,23 @@ LEAST_SLOPE = 1e-3  # below it float32 would merge neighbours
 
 
 # ---- from traces and caches to rows
+
+
+def neighbourhood_mean(scores: Tensor, positions: Tensor, reach: int) -> Tensor:
+    """Mean over each token and the tokens held at most `reach` positions away from it.
+
+    scores     [B, H, L] float32, any value on empty slots
+    positions  [B, H, L] ascending, -1 on empty slots, which lie at the tail
+    returns    [B, H, L]
+    """
+    total, count = scores.clone(), torch.ones_like(scores)
+    for step in range(1, min(reach, scores.shape[-1] - 1) + 1):  # slots apart: at least as many positions
+        here, there = slice(None, -step), slice(step, None)
+        near = (positions[..., there] >= 0) & (positions[..., there] - positions[..., here] <= reach)
+        for to, source in ((here, there), (there, here)):
+            total[..., to] += scores[..., source].masked_fill(~near, 0)
+            count[..., to] += near
+    return total / count
 
 
 def rows(x: Tensor) -> Tensor:

@@ -67,11 +67,13 @@ def load_prompts(path: str | Path) -> list[Prompt]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a user's file; one that is not UTF-8 is a ValueError that names it."""
+    """The text of a user's file; one that can't be read or is not UTF-8 is a ValueError that names it."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text ({error})") from error
+        raise ValueError(f"{path} is no UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror}); give a text file, or .jsonl") from error
 
 
 def from_record(path: Path, number: int, line: str) -> Prompt:
@@ -86,12 +88,25 @@ def from_record(path: Path, number: int, line: str) -> Prompt:
     for key in ("context", "question", "answer"):
         if not isinstance(row.get(key), str) or (key != "question" and not str(row[key]).strip()):
             raise ValueError(f"{path}, line {number}: {key!r} is {row.get(key)!r}; every line needs the texts context, question and answer")
+    prefix = row.get("answer_prefix", "")
+    if not isinstance(prefix, str):
+        raise ValueError(f"{path}, line {number}: 'answer_prefix' is {prefix!r}; give a text, or leave it out")
     context, question, answer = (str(row[key]) for key in ("context", "question", "answer"))
+    for key, text in {"context": context, "question": question, "answer": answer, "answer_prefix": prefix}.items():
+        refuse_half_characters(text, f"{path}, line {number}: {key!r}")
     begin = context.find(answer.strip())
     span = (begin, begin + len(answer.strip())) if begin >= 0 and context.count(answer.strip()) == 1 else None
     answer = answer if answer[:1].isspace() else " " + answer
     context = context if not question or context[-1:].isspace() else context + "\n\n"
-    return Prompt("user", "user", context, (Question(question, str(row.get("answer_prefix") or ""), answer, span),))
+    return Prompt("user", "user", context, (Question(question, prefix, answer, span),))
+
+
+def refuse_half_characters(text: str, where: str) -> None:
+    """Raises a ValueError for half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half a character, {text[error.start]!r} at {error.start}; write it as UTF-8 text") from error
 
 
 def continue_text(path: Path) -> Prompt:
