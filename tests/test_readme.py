@@ -62,7 +62,9 @@ def test_recipes_named_in_the_readme_are_shipped():
 def test_the_table_of_methods_is_the_registrys():
     table = README.partition("<!-- learnkv.methods.table() -->\n")[2].partition("<!-- end -->")[0]
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()[2:]]
-    assert rows == [(f"`{name}`", *rest) for name, *rest in methods.table()]
+    wanted = [(f"`{name}`", *rest) for name, *rest in methods.table()]
+    missing = [f"| {' | '.join(row)} |" for row in wanted if row not in rows]
+    assert rows == wanted, "README.md's table of methods should hold, in the registry's order:\n" + "\n".join(missing)
 
 
 def test_every_figure_names_the_command_that_makes_it():
