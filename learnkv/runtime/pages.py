@@ -173,8 +173,8 @@ class Pages:
     def reserve(self, lengths: Tensor) -> None:
         """Room for `lengths` [B, H] tokens.
 
-        Where it lacks, all heads move to runs a quarter longer than they need; where pages are shared they only take those that they
-        lack, and copies of the shared ones that they write on.
+        Where it lacks, all heads move to runs a sixteenth and a page longer than they need; where pages are shared they only take those
+        that they lack, and copies of the shared ones that they write on.
         """
         need = pages_for(lengths)
         if self.pool.in_common():
@@ -182,7 +182,7 @@ class Pages:
             self.part(first, torch.where(lengths > self.lengths, need, first))
             self.extend(need)
         elif bool((need > self.counts).any()):
-            self.become(self.moved(self.all_slots()[1], need + need // 4))
+            self.become(self.moved(self.all_slots()[1], need + 1 + need // 16))
 
     def extend(self, need: Tensor) -> None:
         """Pages for the heads that own fewer than `need` [B, H]."""

@@ -177,6 +177,12 @@ class Step:
         """After a layer's attention over all it holds: scorers remember, and what need not wait is selected."""
         self.attended.add(state.index)
         self.keep_queries(state, queries)
+        if self.targets or self.probes or any(seat.scorer.memory_size for seat in self.seats):
+            self.ask(state, queries, scale)
+        self.layer_bytes[state.index] = state.nbytes
+
+    def ask(self, state: LayerState, queries: Tensor, scale: float) -> None:
+        """Shows the layer to the scorers, and evicts what can go at once."""
         base = self.base_observation(state, queries, scale)
         for seat in self.seats:
             if seat.scorer.memory_size:
@@ -188,7 +194,6 @@ class Step:
             if target.over[state.index]:
                 self.select_or_wait(target, state, self.shown(base, self.seats[target.seat]))
         self.scores = {key: s for key, s in self.scores.items() if key in self.waiting}
-        self.layer_bytes[state.index] = state.nbytes
 
     def select_or_wait(self, target: Target, state: LayerState, obs: Observation) -> None:
         key = (target.seat, state.index)
