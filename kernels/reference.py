@@ -129,12 +129,13 @@ def attend(
     returns                 [B, Q, T, D] in the queries' type, 0 where a query sees nothing
     """
     B, Q, T, D = queries.shape
-    pages = table[table >= 0].long()
-    if len(pages) != len(pages.unique()):
+    owner = page_owner(table, len(position_pages))  # [N]
+    if int((owner >= 0).sum()) < int((table >= 0).sum()):
+        pages = table[table >= 0].long()
         key_pages, value_pages, position_pages = key_pages[pages], value_pages[pages], position_pages[pages]
         table = torch.full_like(table, -1).masked_scatter(table >= 0, torch.arange(len(pages), device=table.device, dtype=table.dtype))
+        owner = page_owner(table, len(position_pages))
     H, (N, P) = table.shape[1], position_pages.shape
-    owner = page_owner(table, N)  # [N]
     head = owner.clamp(min=0)
     grouped = queries.reshape(B * H, Q // H, T, D).float() * scale
     keys, values = key_pages.float().mT, value_pages.float()

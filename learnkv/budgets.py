@@ -137,12 +137,8 @@ class Pyramid:
 
     def of_layer(self, scores: Tensor, budget: Tensor, obs: Observation) -> Tensor:
         """[B, H] tokens per head of the layer that `obs` shows."""
-        protected = (scores == float("inf")).sum(-1).amax(1)  # [B]
         layer = obs.layer if self.direction == "down" else obs.num_layers - 1 - obs.layer
-        kept = [
-            p + self.by_layer(max(0, c - p), max(0, n - p), obs.num_layers)[layer]
-            for c, p, n in zip(budget.tolist(), protected.tolist(), obs.num_seen.tolist(), strict=True)
-        ]
+        kept = [p + self.by_layer(past, available, obs.num_layers)[layer] for p, past, available in unprotected(scores, budget, obs)]
         return torch.tensor(kept, device=scores.device)[:, None].expand(scores.shape[:2])
 
     def by_layer(self, past: int, available: int, num_layers: int) -> list[int]:
@@ -205,10 +201,9 @@ class PerHead:
     def of_layer(self, scores: Tensor, budget: Tensor, obs: Observation) -> Tensor:
         """[B, H] tokens of each head of the layer that `obs` shows."""
         worth = self.worth(obs.num_layers, scores.shape[1])
-        protected = (scores == float("inf")).sum(-1).amax(1)  # [B]
         kept = [
-            [p + extra for extra in self.by_head(max(0, c - p), max(0, n - p), worth)[obs.layer]]
-            for c, p, n in zip(budget.tolist(), protected.tolist(), obs.num_seen.tolist(), strict=True)
+            [p + extra for extra in self.by_head(past, available, worth)[obs.layer]]
+            for p, past, available in unprotected(scores, budget, obs)
         ]
         return torch.tensor(kept, device=scores.device)
 
@@ -255,6 +250,12 @@ class Threshold:
 
     def __call__(self, scores: list[Tensor], budget: Tensor, observations: list[Observation]) -> list[Tensor]:
         return [(s >= self.least).sum(-1).minimum(budget[:, None]) for s in scores]
+
+
+def unprotected(scores: Tensor, budget: Tensor, obs: Observation) -> list[tuple[int, int, int]]:
+    """Per row: tokens protected in a head, the budget past them, and the tokens that it can be spent on."""
+    protected = (scores == float("inf")).sum(-1).amax(1)  # [B]
+    return [(p, max(0, c - p), max(0, n - p)) for c, p, n in zip(budget.tolist(), protected.tolist(), obs.num_seen.tolist(), strict=True)]
 
 
 def filled(wanted: list[float], most: int) -> list[float]:

@@ -179,7 +179,7 @@ class Step:
         self.keep_queries(state, queries)
         if self.targets or self.probes or any(seat.scorer.memory_size for seat in self.seats):
             self.ask(state, queries, scale)
-        self.layer_bytes[state.index] = state.nbytes
+            self.layer_bytes[state.index] = state.nbytes  # fewer, where something was evicted
 
     def ask(self, state: LayerState, queries: Tensor, scale: float) -> None:
         """Shows the layer to the scorers, and evicts what can go at once."""
