@@ -108,6 +108,15 @@ def column_mass(
     return out
 
 
+def page_owner(table: Tensor, num_pages: int) -> Tensor | None:
+    """table [B, H, pages] -> [N] int64, the head b * H + h that each page belongs to, -1 where it is free; None where one has several."""
+    held = table >= 0
+    pages, counts = table[held].long(), held.sum(-1).flatten()
+    owner = pages.new_full((num_pages,), -1)
+    owner[pages] = torch.arange(len(counts), device=table.device).repeat_interleave(counts)
+    return owner if int((owner >= 0).sum()) == len(pages) else None
+
+
 def attend(
     queries: Tensor,
     key_pages: Tensor,
@@ -116,6 +125,7 @@ def attend(
     table: Tensor,
     query_positions: Tensor,
     scale: float,
+    owner: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of queries over the pages of their heads, page by page with one softmax per head.
 
@@ -126,54 +136,45 @@ def attend(
     position_pages          [N, P] int32, -1 where empty
     table                   [B, H, pages] int32, -1 past a head's last page; rows may have pages in common
     query_positions         [B, T]  -1 where the row is padding
+    owner                   [N] what `page_owner` says of the table, where that is known
     returns                 [B, Q, T, D] in the queries' type, 0 where a query sees nothing
     """
     B, Q, T, D = queries.shape
-    owner = page_owner(table, len(position_pages))  # [N]
-    if int((owner >= 0).sum()) < int((table >= 0).sum()):
-        pages = table[table >= 0].long()
-        key_pages, value_pages, position_pages = key_pages[pages], value_pages[pages], position_pages[pages]
-        table = torch.full_like(table, -1).masked_scatter(table >= 0, torch.arange(len(pages), device=table.device, dtype=table.dtype))
+    if owner is None:
         owner = page_owner(table, len(position_pages))
+    if owner is None:
+        pages, counts = table[table >= 0].long(), (table >= 0).sum(-1).flatten()
+        key_pages, value_pages, position_pages = key_pages[pages], value_pages[pages], position_pages[pages]
+        owner = torch.arange(len(counts), device=table.device).repeat_interleave(counts)
     H, (N, P) = table.shape[1], position_pages.shape
     head = owner.clamp(min=0)
     grouped = queries.reshape(B * H, Q // H, T, D).float() * scale
-    keys, values = key_pages.float().mT, value_pages.float()
+    keys, values = key_pages.float(), value_pages.float()
     used = (position_pages >= 0) & (owner >= 0)[:, None]  # [N, P]
     step = max(1, BLOCK_ELEMENTS // (N * (Q // H) * max(P, D)))
     blocks = []
     for start in range(0, T, step):
-        rows = slice(start, start + step)
-        seen = used[:, None] & (position_pages[:, None] <= query_positions[head // H][:, rows, None])  # [N, t, P]
-        q = grouped[:, :, rows]
-        logits = (q[head].flatten(1, 2) @ keys).unflatten(1, q.shape[1:3])  # [N, G, t, P]
-        logits = logits.masked_fill_(~seen[:, None], float("-inf"))
-        blocks.append(segment_softmax_sum(logits, values, head, B * H))
+        q = grouped[:, :, start : start + step]  # [B * H, G, t, D]
+        seen = used[..., None] & (position_pages[..., None] <= query_positions[head // H][:, None, start : start + step])  # [N, P, t]
+        logits = (keys @ q.flatten(1, 2)[head].mT).unflatten(2, q.shape[1:3])  # [N, P, G, t]; this way round small products are fast
+        blocks.append(segment_softmax_sum(logits.masked_fill_(~seen[:, :, None], float("-inf")), values, head, B * H))
     return torch.cat(blocks, 2).view(B, Q, T, D).to(queries.dtype)
-
-
-def page_owner(table: Tensor, num_pages: int) -> Tensor:
-    """table [B, H, pages] -> [N] int64, the head b * H + h that each page belongs to, -1 where it is free."""
-    heads = torch.arange(table.shape[0] * table.shape[1], device=table.device).view(*table.shape[:2], 1).expand(table.shape)
-    owner = heads.new_full((num_pages,), -1)
-    owner[table[table >= 0].long()] = heads[table >= 0]
-    return owner
 
 
 def segment_softmax_sum(logits: Tensor, values: Tensor, head: Tensor, num_heads: int) -> Tensor:
     """Softmax over all slots of a head, whatever pages they lie in, times the values.
 
-    logits   [N, G, t, P] float32, -inf where unseen
+    logits   [N, P, G, t] float32, -inf where unseen
     values   [N, P, D] float32
     head     [N] int64
     returns  [num_heads, G, t, D] float32, 0 where all is unseen
     """
-    highest = logits.amax(-1)  # [N, G, t]
+    highest = logits.amax(1)  # [N, G, t]
     peak = highest.new_full((num_heads, *highest.shape[1:]), torch.finfo(torch.float32).min)
     peak.scatter_reduce_(0, head[:, None, None].expand_as(highest), highest, "amax")
-    weights = (logits - peak[head][..., None]).exp_()
-    total = torch.zeros_like(peak).index_add_(0, head, weights.sum(-1))
-    partial = (weights.flatten(1, 2) @ values).unflatten(1, weights.shape[1:3])  # [N, G, t, D]
+    weights = (logits - peak[head][:, None]).exp_()
+    total = torch.zeros_like(peak).index_add_(0, head, weights.sum(1))
+    partial = (weights.flatten(2).mT @ values).unflatten(1, weights.shape[2:])  # [N, G, t, D]
     out = partial.new_zeros(num_heads, *partial.shape[1:]).index_add_(0, head, partial)
     return out / total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
 

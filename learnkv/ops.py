@@ -7,9 +7,10 @@ from learnkv.kernels.reference import (
     budget_reward,
     column_mass,
     gather_pages,
+    page_owner,
     pl_logprob,
     row_lse,
     select,
 )
 
-__all__ = ["attend", "budget_reward", "column_mass", "gather_pages", "pl_logprob", "row_lse", "select"]
+__all__ = ["attend", "budget_reward", "column_mass", "gather_pages", "page_owner", "pl_logprob", "row_lse", "select"]

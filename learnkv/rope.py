@@ -28,3 +28,11 @@ def turn_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     a, b, still = x.tensor_split((half, 2 * half), -1)
     return torch.cat([a * cos + b * sin, b * cos - a * sin, still], -1)
+
+
+def renumbered(keys: Tensor, moved: Tensor, frequencies: Tensor) -> Tensor:
+    """keys [..., D] turned on by `moved` [...] int positions, in the keys' type; those that move by 0 stay to the bit."""
+    out, turned = keys.clone(), moved != 0
+    angle = moved[turned][:, None] * frequencies
+    out[turned] = turn_back(keys[turned].float(), angle.cos(), -angle.sin()).to(keys.dtype)
+    return out

@@ -28,7 +28,7 @@ ALLOWED = {
     "gates":       {"names", "ops", "rope", "observation", "capture", "models", "traces", "peft"},
     "methods":     {"names", "heuristics", "gates", "checkpoint", "policy", "budgets", "observation"},
     "traces":      {"names", "typed", "version", "ops", "capture", "models", "prompts", "datasets"},
-    "runtime":     {"names", "version", "ops", "observation", "policy", "budgets", "capture", "transformers", "peft"},
+    "runtime":     {"names", "version", "ops", "rope", "observation", "policy", "budgets", "capture", "transformers", "peft"},
     "training":    {"names", "ops", "gates", "traces", "lightning"},
     "checkpoint":  {"names", "typed", "version", "config", "gates", "models", "traces"},
 }  # fmt: skip

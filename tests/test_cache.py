@@ -365,6 +365,24 @@ def test_memory_of_kept_tokens_travels_with_them(llama):
             assert float(after.pool.memory[after.table[0, h, s // PAGE], s % PAGE, 0]) >= mass.get((h, p), 0)
 
 
+@pytest.mark.parametrize("method", ["h2o", "recency_hybrid", "vatp"])
+def test_a_clone_scores_with_the_memory_that_it_has_just_written(llama, method, monkeypatch):
+    """Its pages become its own in that very step."""
+    p, scores = METHODS[method](20, num_recent=4), []
+    score = type(p.scorer).score
+    monkeypatch.setattr(type(p.scorer), "score", lambda self, obs: scores.append(score(self, obs)) or scores[-1])
+    with attach(llama):
+        cache = EvictionCache(p, llama)
+        llama(prompt(30), cache=cache)
+        copy = cache.clone()
+        for held in (copy, cache):
+            scores.append(None)
+            llama(prompt(1, seed=3), cache=held)
+    of_copy, of_cache = scores[-7:-4], scores[-3:]
+    for got, want in zip(of_copy, of_cache, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_rows_within_their_budget_are_untouched(llama):
     ids, mask = left_padded([prompt(n)[0] for n in (40, 9)])
     with attach(llama):

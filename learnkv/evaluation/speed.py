@@ -124,15 +124,16 @@ def batches(model: PreTrainedModel, settings: BenchSettings) -> Iterator[Figure]
 def raced(
     model: PreTrainedModel, ids: Tensor, policies: Mapping[str, Policy | None], settings: BenchSettings
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Seconds of the fastest turn of decoding after the prompt `ids`, and bytes held, of "full" (DynamicCache) and each policy."""
+    """Seconds of the fastest turn of decoding after the prompt `ids`, and bytes held after it, of "full" (DynamicCache) and each policy."""
     with attach(model):
         caches: dict[str, Cache] = {"full": prefill(model, ids, None)}
         for name, policy in policies.items():
             caches[name] = prefill(model, ids, EvictionCache(policy, model))
             caches[name].frozen = True  # what is decoded stays
+        held = {name: bytes_of(cache) for name, cache in caches.items()}  # what is decoded comes on top, of every cache alike
         token = tokens_of(model, len(ids), 1)
         runs = {name: partial(decode, model, token, cache, settings.steps) for name, cache in caches.items()}
-        return in_turns(runs, settings.turns), {name: bytes_of(cache) for name, cache in caches.items()}
+        return in_turns(runs, settings.turns), held
 
 
 @torch.no_grad()

@@ -245,7 +245,9 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
     T = query.shape[2]
     starts = state.columns == T
     run = None if step.padded else state.held.equal_run()
-    if run is not None:
+    if step.frequencies is not None and not starts:
+        out = attend_renumbered(step, module, query, scale)
+    elif run is not None:
         visible = None if T == 1 or starts else lower_right(T, run[0].shape[2], query.device)
         out = sdpa_attention_forward(module, query, *run, visible, scaling=scale)[0]
     elif starts:  # padded: what each row holds is this forward's real tokens
@@ -255,10 +257,20 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
     else:
         slots = state.held.slots()
         positions = step.positions.to(query.device)
-        out = ops.attend(query, slots.key_pages, slots.value_pages, slots.position_pages, slots.table, positions, scale).transpose(1, 2)
+        pages = slots.key_pages, slots.value_pages, slots.position_pages, slots.table
+        out = ops.attend(query, *pages, positions, scale, state.held.owner()).transpose(1, 2)
     with torch.no_grad():
         step.observe(state, query, scale)
     return out
+
+
+def attend_renumbered(step: Step, module: nn.Module, query: Tensor, scale: float) -> Tensor:
+    """[B, T, Q, D] over the slots as they follow each other."""
+    assert step.slots is not None
+    slots, positions = step.slots, step.positions.to(query.device)
+    visible = slots.filled[:, :, None] & (slots.positions[:, :, None] <= positions[:, None, :, None])  # [B, H, T, L]
+    visible = visible.repeat_interleave(query.shape[1] // visible.shape[1], 1)
+    return sdpa_attention_forward(module, query, slots.keys, slots.values, visible, scaling=scale)[0]
 
 
 def attend_probe(probe: ProbeStep, state: LayerState, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from learnkv.observation import Probe, Scorer
 from learnkv.policy import Policy
 from learnkv.runtime.memory import MemoryReport
 from learnkv.runtime.pages import Pages
+from learnkv.runtime.positions import frequencies_for
 from learnkv.runtime.step import LayerState, ProbeStep, Seat, Step, Target, over_budget, running
 from learnkv.version import __version__
 
@@ -84,15 +85,27 @@ class EvictionCache(Cache):
     policy  selects after every prefill (a forward of several tokens, or the first), which attends with its whole chunk;
             None keeps everything
     decode  selects every `interval` forwards of one token; None means that `policy` goes on
+    positions  "original": keys keep the RoPE position they were born with; "renumbered": attention and scorers see them as if evicted
+            tokens had never been, so that a stream may go on past the model's positions; costs a copy of the layer's keys a forward
     frozen  nothing is evicted while True
 
     Sliding-window layers stay transformers' own.  A Ratio is resolved at each prefill on the row's tokens so far, and holds until the next.
     """
 
-    def __init__(self, policy: Policy | None, model: PreTrainedModel, decode: Policy | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy | None,
+        model: PreTrainedModel,
+        decode: Policy | None = None,
+        positions: Literal["original", "renumbered"] = "original",
+    ) -> None:
         super().__init__(layers=cache_layers(model))
+        if positions not in ("original", "renumbered"):
+            raise ValueError(f"positions={positions!r} is neither 'original' nor 'renumbered'")
         self.frozen = False
         self.take_policies(bind([policy, policy if decode is None else decode], model))
+        scorers = [seat.scorer for seat in self.seats]
+        self.frequencies = frequencies_for(model, scorers) if positions == "renumbered" else None
         self.reset()
 
     def take_policies(self, policies: Sequence[Policy | None]) -> None:
@@ -223,6 +236,7 @@ class EvictionCache(Cache):
             prefill=T > 1 or first,
             token_ids=token_ids,
             attention_mask=attention_mask,
+            frequencies=self.frequencies,
         )
         if "rope_offset" in step.needs:
             self.refuse_jumps((seen > 0) & (step.num_new > 0) & (step.next_rope - step.num_seen != next_rope - seen))

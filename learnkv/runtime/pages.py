@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from learnkv import ops
 from learnkv.observation import Slots
 
 PAGE = 16
@@ -100,18 +101,30 @@ class Pages:
     A head owns as many pages as it needs, whatever its neighbours hold.  Slots are ascending in position.  Tokens are appended and
     compacted in place; a page that stands in another table too is copied before it is written.
 
-    table    [B, H, pages] int32, -1 past a head's last page
+    table    [B, H, pages] int32, -1 past a head's last page; never written in place
     lengths  [B, H] int64 slots held
     runs     whether each head's pages lie in one run, equally many for all, in order of the heads, from page 0 on
+    equal    the length of all heads where it is one, else None; as `room` known without asking the device
+    room     tokens that every head takes before it needs another page
     """
 
     pool: Pool
     table: Tensor
     lengths: Tensor
     runs: bool = False
+    equal: int | None = field(init=False)
+    room: int = field(init=False)
+    owned: tuple[Tensor, int, Tensor | None] | None = field(init=False, default=None)  # a table, and what it says of so many pages
 
     def __post_init__(self) -> None:
         self.pool.users.add(self)
+        self.measure()
+
+    def measure(self) -> None:
+        """Looks at table and lengths, one of which has changed."""
+        longest, shortest = int(self.lengths.max()), int(self.lengths.min())
+        self.equal = longest if longest == shortest else None
+        self.room = int((self.counts * PAGE - self.lengths).min())
 
     @classmethod
     def empty(cls, counts: Tensor, keys: Tensor, values: Tensor, memory_size: int) -> Pages:
@@ -138,15 +151,21 @@ class Pages:
     def equal_run(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values [B, H, L, D] as views where all heads hold equally many in equal runs, else None."""
         B, H, pages = self.table.shape
-        L = int(self.lengths[0, 0])
-        if not self.runs or bool((self.lengths != L).any()):
+        L = self.equal
+        if not self.runs or L is None:
             return None
         keys, values = (x[: B * H * pages].view(B, H, pages * PAGE, -1)[:, :, :L] for x in (self.pool.keys, self.pool.values))
         return keys, values
 
     def places(self, slots: Tensor) -> Tensor:
         """slots [B, H, S] -> [B, H, S] int64 rows of the flattened pages; meaningless past a head's last page."""
-        return self.table.long().gather(2, slots // PAGE) * PAGE + slots % PAGE
+        return self.table.gather(2, slots // PAGE).long() * PAGE + slots % PAGE
+
+    def owner(self) -> Tensor | None:
+        """What `ops.page_owner` says of the table, asked again only when that is another."""
+        if self.owned is None or self.owned[0] is not self.table or self.owned[1] != len(self.pool.keys):
+            self.owned = self.table, len(self.pool.keys), ops.page_owner(self.table, len(self.pool.keys))
+        return self.owned[2]
 
     def all_slots(self) -> tuple[Tensor, Tensor]:
         """Slot numbers [B, H, L] up to the longest head, and which of them are filled."""
@@ -165,10 +184,28 @@ class Pages:
             self.reserve(self.lengths + real.sum(-1)[:, None])
             self.lengths = self.lengths + real.sum(-1)[:, None]
             places = self.places(slots.clamp(min=0))[written]
-            self.pool.keys.flatten(0, 1)[places] = keys[written]
-            self.pool.values.flatten(0, 1)[places] = values[written]
-            self.pool.positions.view(-1)[places] = positions.int()[:, None].expand_as(slots)[written]
+            self.write(places, keys[written], values[written], positions.int()[:, None].expand_as(slots)[written])
+            self.measure()
         return slots.masked_fill(~written, -1)
+
+    def append_to_all(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+        """`append` where nothing is padding: as many tokens for every head, so that decoding asks the device nothing."""
+        T = keys.shape[2]
+        slots = self.lengths[..., None] + torch.arange(T, device=keys.device)
+        with self.pool.lock:
+            if self.pool.shared or T > self.room:
+                self.reserve(self.lengths + T)
+                self.measure()
+            self.lengths = self.lengths + T
+            self.equal, self.room = None if self.equal is None else self.equal + T, self.room - T
+            places = self.places(slots).flatten()
+            self.write(places, keys.flatten(0, 2), values.flatten(0, 2), positions.int()[:, None].expand(slots.shape).flatten())
+        return slots
+
+    def write(self, places: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Tokens [n, ...] into rows `places` [n] of the flattened pages."""
+        for name, x in (("keys", keys), ("values", values), ("positions", positions)):
+            getattr(self.pool, name).flatten(0, 1).index_copy_(0, places, x)
 
     def reserve(self, lengths: Tensor) -> None:
         """Room for `lengths` [B, H] tokens.
@@ -190,7 +227,7 @@ class Pages:
         column = torch.arange(self.table.shape[-1], device=need.device)
         lacking = (column < need[..., None]) & (self.table < 0)
         if bool(lacking.any()):
-            self.table[lacking] = self.pool.take(int(lacking.sum())).int()
+            self.table = self.table.masked_scatter(lacking, self.pool.take(int(lacking.sum())).int())
             self.runs = False
 
     def part(self, start: Tensor, stop: Tensor) -> None:
@@ -210,6 +247,7 @@ class Pages:
         self.pool.users.discard(self)
         self.pool, self.table, self.lengths, self.runs = other.pool, other.table, other.lengths, other.runs
         self.pool.users.add(self)
+        self.measure()
 
     def moved(self, keep: Tensor, counts: Tensor, columns: slice = slice(None)) -> Pages:
         """A copy of the slots in `keep` [B, H, L], in fresh pages; `columns` of the memory come along."""
@@ -222,6 +260,7 @@ class Pages:
             getattr(new.pool, name).flatten(0, 1)[target] = getattr(pool, name).flatten(0, 1)[source]
         new.pool.memory.flatten(0, 1)[target] = pool.memory[..., columns].flatten(0, 1)[source]
         new.lengths = keep.sum(-1)
+        new.measure()
         return new
 
     def kept(self, keep: Tensor, spare: int, columns: slice = slice(None)) -> Pages:
@@ -250,6 +289,7 @@ class Pages:
         self.pool.positions.view(-1)[stale] = -1
         self.pool.memory.flatten(0, 1)[stale] = 0
         self.lengths = lengths
+        self.measure()
 
     def write_memory(self, memory: Tensor, columns: slice, rows: slice = slice(None)) -> None:
         """memory [b, H, L, C] into these columns of the filled slots of some rows."""

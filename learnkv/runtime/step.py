@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from learnkv import ops
-from learnkv.observation import Need, Observation, Probe, Scorer
+from learnkv.observation import Need, Observation, Probe, Scorer, Slots
 from learnkv.policy import Policy
 from learnkv.runtime.pages import Pages, pages_for
+from learnkv.runtime.positions import RenumberedSlots
 
 running: ContextVar[Step | ProbeStep | None] = ContextVar("learnkv_running", default=None)
 
@@ -129,6 +130,7 @@ class Step:
     prefill          more than one token, or the first forward
     token_ids        [B, T] or None
     attention_mask   [B, columns + T] as it was given, or None
+    frequencies      [R / 2] of the model's RoPE where positions are renumbered, else None
     """
 
     seats: list[Seat]
@@ -141,11 +143,13 @@ class Step:
     prefill: bool
     token_ids: Tensor | None
     attention_mask: Tensor | None
+    frequencies: Tensor | None = None
     targets: list[Target] = field(default_factory=list)
     probes: list[tuple[int, int, Probe]] = field(default_factory=list)  # (seat, row, probe)
     # of the layer that runs
     state: LayerState | None = None
     new_slots: Tensor | None = None
+    slots: Slots | None = None  # as attention and scorers see them
     hidden: Tensor | None = None
     block_input: Tensor | None = None
     queries_pre_rope: Tensor | None = None
@@ -168,10 +172,19 @@ class Step:
         if state.pages is None:
             counts = pages_for(self.num_new.to(keys.device) + 1)[:, None].expand(B, H)
             state.pages = Pages.empty(counts, keys, values, sum(seat.scorer.memory_size for seat in self.seats))
-        self.state, self.new_slots = state, state.pages.append(keys, values, positions)
+        append = state.pages.append if self.padded else state.pages.append_to_all
+        self.state, self.new_slots = state, append(keys, values, positions)
+        self.slots = self.seen(state.pages.slots())
         state.columns += T
         self.layer_bytes[state.index] = state.nbytes
         self.peak = max(self.peak, sum(self.layer_bytes.values()))
+
+    def seen(self, slots: Slots) -> Slots:
+        """The slots of a layer, renumbered where positions are."""
+        if self.frequencies is None:
+            return slots
+        device = slots.lengths.device
+        return RenumberedSlots.of(slots, self.num_seen.to(device), self.frequencies.to(device))
 
     def observe(self, state: LayerState, queries: Tensor, scale: float) -> None:
         """After a layer's attention over all it holds: scorers remember, and what need not wait is selected."""
@@ -187,6 +200,8 @@ class Step:
         for seat in self.seats:
             if seat.scorer.memory_size:
                 state.held.write_memory(seat.scorer.remember(self.shown(base, seat)), seat.columns)
+        if state.held.table is not base.slots.table:  # a clone wrote on pages of its own
+            base = replace(base, slots=self.seen(state.held.slots()))
         for i, seat in enumerate(self.seats):
             if seat.probes and self.probes:
                 self.waiting[i, state.index] = replace(self.shown(base, seat), slots=state.held.slots())
@@ -231,7 +246,8 @@ class Step:
     def base_observation(self, state: LayerState, queries: Tensor, scale: float) -> Observation:
         """The layer with everything that some scorer needs."""
         assert self.new_slots is not None and state.queries is not None
-        slots, device = state.held.slots(), queries.device
+        assert self.slots is not None
+        slots, device = self.slots, queries.device
         mass = ops.column_mass(queries, slots.keys, self.positions.to(device), slots.positions, scale) if "mass" in self.needs else None
         return Observation(
             layer=state.index,
