@@ -6,7 +6,7 @@ import sys
 from contextlib import AbstractContextManager
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from learnkv.version import __version__
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from learnkv.budgets import Ratio
     from learnkv.policy import Policy
 
-__all__ = ["EvictionCache", "Policy", "Scorer", "__version__", "attach", "evict", "load_gate", "load_model"]
+__all__ = ["EvictionCache", "Policy", "Scorer", "__version__", "attach", "chat_spans", "evict", "load_gate", "load_model"]
 
 HOMES = {
     "EvictionCache": "learnkv.runtime.cache",
     "Policy": "learnkv.policy",
     "Scorer": "learnkv.observation",
     "attach": "learnkv.runtime.attach",
+    "chat_spans": "learnkv.prompts.chat",
     "load_gate": "learnkv.checkpoint",
     "load_model": "learnkv.models",
 }
@@ -51,14 +52,20 @@ def __dir__() -> list[str]:
 
 
 def evict(
-    model: PreTrainedModel, method: str | Policy, *, budget: int | Ratio | None = None, **knobs: object
+    model: PreTrainedModel,
+    method: str | Policy,
+    *,
+    budget: int | Ratio | None = None,
+    positions: Literal["original", "renumbered"] = "original",
+    **knobs: object,
 ) -> AbstractContextManager[PreTrainedModel]:
     """Inside the block, generate and forward without a cache of their own evict by `method`.
 
     with learnkv.evict(model, "snapkv", budget=512):
         model.generate(ids)
 
-    method  a name in learnkv.methods.METHODS, with its budget and knobs, or a Policy
+    method     a name in learnkv.methods.METHODS, with its budget and knobs, or a Policy
+    positions  as EvictionCache takes them
     """
     from learnkv import methods
     from learnkv.runtime import attach
@@ -67,7 +74,7 @@ def evict(
         if budget is not None or knobs:
             given = ["budget"] * (budget is not None) + list(knobs)
             raise ValueError(f"a Policy has its budget and knobs already; drop {', '.join(given)}")
-        return attach.evict(model, method)
+        return attach.evict(model, method, positions)
     if budget is None:
         raise ValueError(f"evict(model, {method!r}) needs budget=: tokens per KV head (512), or a fraction of the prompt (Ratio(0.2))")
-    return attach.evict(model, methods.policy(method, budget, **knobs))
+    return attach.evict(model, methods.policy(method, budget, **knobs), positions)

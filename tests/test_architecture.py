@@ -30,6 +30,7 @@ ALLOWED = {
     "traces":      {"names", "typed", "version", "ops", "capture", "models", "prompts", "datasets"},
     "runtime":     {"names", "version", "ops", "rope", "observation", "policy", "budgets", "capture", "transformers", "peft"},
     "training":    {"names", "ops", "gates", "traces", "lightning"},
+    "kvpress_decode": {"transformers"},
     "checkpoint":  {"names", "typed", "version", "config", "gates", "models", "traces"},
 }  # fmt: skip
 COMMANDS = ("record", "train", "evaluate", "generate", "bench")

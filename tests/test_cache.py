@@ -350,6 +350,16 @@ def test_decode_may_have_a_policy_of_its_own(llama):
         assert (cache.lengths() == 10).all()
 
 
+def test_a_ratio_of_decode_holds_while_the_row_grows(llama):
+    with attach(llama):
+        cache = EvictionCache(None, llama, decode=policy(budget=Ratio(0.5), interval=2))
+        llama(prompt(40), cache=cache)
+        for step in prompt(20, seed=5).split(1, 1):
+            llama(step, cache=cache)
+            if cache.get_seq_length() % 2 == 0:
+                assert (cache.lengths() == cache.get_seq_length() // 2).all()
+
+
 def test_memory_of_kept_tokens_travels_with_them(llama):
     """H2O through many evictions equals the mass summed by hand over what was held."""
     with attach(llama):

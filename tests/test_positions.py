@@ -107,7 +107,9 @@ def test_a_left_padded_batch_gives_what_each_row_gives_alone(scorer):
         together = renumbered(model, scorer, **settings)
         out = model.generate(ids, attention_mask=mask, cache=together, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
         for row, got in zip(rows, out, strict=True):
-            alone = model.generate(row[None], cache=renumbered(model, scorer, **settings), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+            alone = model.generate(
+                row[None], cache=renumbered(model, scorer, **settings), max_new_tokens=8, min_new_tokens=8, do_sample=False
+            )
             assert torch.equal(got[-8:], alone[0, -8:])
 
 

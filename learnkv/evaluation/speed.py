@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from learnkv import methods
+from learnkv import kvpress_decode, methods
 from learnkv.budgets import Ratio
 from learnkv.models import PreTrainedModel
 from learnkv.policy import Policy
@@ -38,12 +42,15 @@ class BenchSettings:
     batch: int = 8  # rows of the batch measurement
     batch_tokens: int = 2048  # context of each of its rows, tokens
     kept: float = 0.1  # fraction of the context that stays
+    kvpress: str = ""  # python of an environment with kvpress, which then decodes beside; its transformers does not fit ours
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "steps", "turns", "stream", "chunk", "stream_budget", "batch", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"bench.{name}={getattr(self, name)} must be 1 or more")
         Ratio(self.kept)
+        if self.kvpress and not shutil.which(self.kvpress):
+            raise ValueError(f"bench.kvpress={self.kvpress} is no program; give the python of an environment in which kvpress is installed")
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,8 @@ class Figure:
 def runtime(model: PreTrainedModel, settings: BenchSettings) -> Iterator[Figure]:
     """The figures, each as soon as it is known."""
     yield from decoding(model, settings)
+    if settings.kvpress:
+        yield beside_kvpress(model, settings)
     yield selection(model, settings)
     yield chunked(model, settings)
     yield from batches(model, settings)
@@ -75,6 +84,22 @@ def decoding(model: PreTrainedModel, settings: BenchSettings) -> Iterator[Figure
     yield Figure(
         "bytes, Ada-SnapKV", f"{held['evicted'] / 2**20:.1f} MiB, {held['evicted'] / held['full']:.1%} of DynamicCache", "at most 12%"
     )
+
+
+def beside_kvpress(model: PreTrainedModel, settings: BenchSettings) -> Figure:
+    """kvpress's Ada-SnapKV beside its own full cache, in a process of its own."""
+    sizes = [str(x) for x in (settings.num_tokens, settings.steps, settings.turns, settings.kept)]
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        command = [settings.kvpress, kvpress_decode.__file__, folder, str(model.dtype).removeprefix("torch."), *sizes]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        problem = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise ValueError(f"bench.kvpress={settings.kvpress} ended with {done.returncode}: {problem}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    faster, held = found["full_ms"] / found["ms"], found["bytes"] / found["full_bytes"]
+    value = f"{found['ms']:.1f} ms, {faster:.2f} x faster than its full cache, holds {held:.0%} of it"
+    return Figure(f"decode, kvpress's Ada-SnapKV to {settings.kept:.0%} at {settings.num_tokens:,} tokens", value)
 
 
 def selection(model: PreTrainedModel, settings: BenchSettings) -> Figure:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @contextmanager
-def evict(model: PreTrainedModel, policy: Policy) -> Iterator[PreTrainedModel]:
+def evict(model: PreTrainedModel, policy: Policy, positions: Literal["original", "renumbered"] = "original") -> Iterator[PreTrainedModel]:
     """attach, and each generate or forward that brings no cache gets a fresh EvictionCache of `policy`.
 
     The empty DynamicCache that generate makes for itself counts as none; so does an empty one of yours, unless you pass it to generate.
@@ -55,10 +56,10 @@ def evict(model: PreTrainedModel, policy: Policy) -> Iterator[PreTrainedModel]:
         if running.get() is None and brings_none(kwargs.get("cache")):
             if kwargs.get("use_cache") is False:
                 raise ValueError("use_cache=False leaves nothing to evict; drop it, or call the model outside `with learnkv.evict(...)`")
-            kwargs |= {"cache": EvictionCache(policy, model), "use_cache": True}
+            kwargs |= {"cache": EvictionCache(policy, model, positions=positions), "use_cache": True}
         return (), kwargs
 
-    EvictionCache(policy, model)  # what a policy or model can't do is said here, not in the middle of generate
+    EvictionCache(policy, model, positions=positions)  # what a policy or model can't do is said here, not in the middle of generate
     with attach(model), ExitStack() as stack:
         handle = decoder_of(model).register_forward_pre_hook(inject, with_kwargs=True, prepend=True)
         stack.callback(handle.remove)

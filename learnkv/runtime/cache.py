@@ -84,12 +84,13 @@ class EvictionCache(Cache):
 
     policy  selects after every prefill (a forward of several tokens, or the first), which attends with its whole chunk;
             None keeps everything
-    decode  selects every `interval` forwards of one token; None means that `policy` goes on
+    decode  selects every `interval` forwards of one token; None means that `policy` goes on with the budget of the last prefill
     positions  "original": keys keep the RoPE position they were born with; "renumbered": attention and scorers see them as if evicted
             tokens had never been, so that a stream may go on past the model's positions; costs a copy of the layer's keys a forward
     frozen  nothing is evicted while True
 
-    Sliding-window layers stay transformers' own.  A Ratio is resolved at each prefill on the row's tokens so far, and holds until the next.
+    Sliding-window layers stay transformers' own.  A Ratio is resolved at each prefill on the row's tokens so far, and holds until the next;
+    that of a `decode` given by itself is resolved again at each of its selections, so that what is held grows with the row.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class EvictionCache(Cache):
             raise ValueError(f"positions={positions!r} is neither 'original' nor 'renumbered'")
         self.frozen = False
         self.take_policies(bind([policy, policy if decode is None else decode], model))
+        self.decodes_by_itself = decode is not None
         scorers = [seat.scorer for seat in self.seats]
         self.frequencies = frequencies_for(model, scorers) if positions == "renumbered" else None
         self.reset()
@@ -263,6 +265,8 @@ class EvictionCache(Cache):
         policy, budget = self.policies[not step.prefill], self.budgets[not step.prefill]
         if self.frozen or policy is None or budget is None or self.steps_since_prefill % policy.interval:
             return []
+        if self.decodes_by_itself and not step.prefill:
+            budget = budgets.resolve(policy.budget, step.num_seen)
         return [self.target(policy, budget, self.states, step)]
 
     def target(self, policy: Policy, budget: Tensor, states: list[LayerState], step: Step) -> Target:
