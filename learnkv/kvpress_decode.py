@@ -53,4 +53,5 @@ def main(folder: str, dtype: str, num_tokens: int, steps: int, turns: int, kept:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]), float(sys.argv[6]))
+    folder, dtype, num_tokens, steps, turns, kept = sys.argv[1:]
+    main(folder, dtype, int(num_tokens), int(steps), int(turns), float(kept))

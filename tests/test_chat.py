@@ -13,7 +13,8 @@ CHATML = (
 )
 FOLDED = (  # the system prompt inside the first user turn, as Llama 2 has it
     "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.system = '<<' ~ m.content ~ '>>' %}"
-    "{% elif m.role == 'user' %}[INST]{{ ns.system if loop.index0 < 2 else '' }}{{ m.content }}[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% elif m.role == 'user' %}[INST]{{ ns.system if loop.index0 < 2 else '' }}{{ m.content }}[/INST]"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
 )
 CHAT = [
     {"role": "system", "content": "Answer in French."},

@@ -102,15 +102,16 @@ def test_evicting_at_the_front_alone_leaves_all_distances_as_they_were():
 def test_a_left_padded_batch_gives_what_each_row_gives_alone(scorer):
     model, rows = tiny(3), [prompt(n, seed=n)[0] for n in (30, 19)]
     ids, mask = left_padded(rows)
-    settings = {"allocate": "adaptive", "num_sinks": 2, "num_recent": 4}
+
+    def answer(ids, **given):
+        cache = renumbered(model, scorer, allocate="adaptive", num_sinks=2, num_recent=4)
+        out = model.generate(ids, cache=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0, **given)
+        return out[:, -8:]
+
     with attach(model):
-        together = renumbered(model, scorer, **settings)
-        out = model.generate(ids, attention_mask=mask, cache=together, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
-        for row, got in zip(rows, out, strict=True):
-            alone = model.generate(
-                row[None], cache=renumbered(model, scorer, **settings), max_new_tokens=8, min_new_tokens=8, do_sample=False
-            )
-            assert torch.equal(got[-8:], alone[0, -8:])
+        together = answer(ids, attention_mask=mask)
+        for row, got in zip(rows, together, strict=True):
+            assert torch.equal(got, answer(row[None])[0])
 
 
 def test_scorers_see_the_keys_that_attention_sees():

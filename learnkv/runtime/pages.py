@@ -193,7 +193,7 @@ class Pages:
         T = keys.shape[2]
         slots = self.lengths[..., None] + torch.arange(T, device=keys.device)
         with self.pool.lock:
-            if self.pool.shared or T > self.room:
+            if self.pool.shared or self.room < T:
                 self.reserve(self.lengths + T)
                 self.measure()
             self.lengths = self.lengths + T
