@@ -197,7 +197,7 @@ class Scorer:
     scope: Literal["layer", "model"] = "layer"
 
     def bind(self, model: nn.Module) -> Scorer:
-        """A scorer ready for `model`: copies what it needs of it (W_O, rotary).  Called once per cache; returns self by default."""
+        """A scorer ready for `model`: takes what it needs of it (W_O, rotary).  Called once per cache; returns self by default."""
         return self
 
     def remember(self, obs: Observation) -> Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from learnkv.capture import blocks_of, decoder_of, evictable_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def output_projections(model: PreTrainedModel) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ ALLOWED = {
     "assets":      {"names"},
     "models":      {"names", "ops", "rope", "assets", "transformers"},
     "capture":     {"ops", "assets", "transformers"},
-    "projection":  {"capture", "transformers"},
+    "projection":  {"capture"},
     "heuristics":  {"names", "ops", "rope", "projection", "observation", "budgets", "policy"},
     "gates":       {"names", "ops", "rope", "observation", "capture", "models", "traces", "peft"},
     "methods":     {"names", "heuristics", "gates", "checkpoint", "policy", "budgets", "observation"},
