@@ -94,7 +94,7 @@ class Policy:
     def marked(self, scores: Tensor, obs: Observation, protected: Tensor) -> Tensor:
         """What the scorer said, with infinities that are the policy's own; protected [B, H, L] bool."""
         scores = scores.float()
-        if scores[obs.filled].isnan().any():
+        if (scores.isnan() & obs.filled).any():
             raise ValueError(f"{type(self.scorer).__name__} gave NaN scores in layer {obs.layer}; nothing was evicted")
         scores = scores.clamp(-LARGEST, LARGEST)
         return scores.masked_fill(protected, float("inf")).masked_fill(~obs.filled, float("-inf"))
