@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -119,6 +120,11 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 def blocks_of(decoder: nn.Module) -> list[nn.Module]:
     """The decoder layers of a decoder, each with its `self_attn`."""
     return list(decoder.get_submodule("layers").children())
+
+
+def evictable_layers(model: PreTrainedModel) -> list[int]:
+    """Which of the decoder layers have tokens that can be evicted, ascending: those of full attention, not sliding ones."""
+    return [i for i, layer in enumerate(DynamicCache(config=model.config).layers) if type(layer) is DynamicLayer]
 
 
 def stock_attention(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -11,6 +11,7 @@ from learnkv.budgets import Allocator, Ratio
 from learnkv.checkpoint import load_gate
 from learnkv.gates.kvp import KVP
 from learnkv.heuristics.chunkkv import ChunkKV
+from learnkv.heuristics.criticalkv import CriticalKV
 from learnkv.heuristics.cur import CUR
 from learnkv.heuristics.expected_attention import ExpectedAttention
 from learnkv.heuristics.h2o import H2O
@@ -171,6 +172,7 @@ METHODS: dict[str, Method] = {
     "pyramidkv": Method(SnapKV, "2406.02069", allocate="pyramid"),
     "ada_snapkv": Method(SnapKV, "2407.11550", allocate="adaptive"),
     "chunkkv": Method(ChunkKV, "2502.00299"),
+    "criticalkv": Method(CriticalKV, "2502.03805"),
     "key_norm": Method(KeyNorm, "2406.11430"),
     "key_diff": Method(KeyDiff, "2504.15364"),
     "lagkv": Method(LagKV, "2504.04704"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -161,6 +161,18 @@ class Observation:
         real = (self.new_slots >= 0).any(1)
         return torch.where(real, (self.num_seen - self.num_new)[:, None] + real.cumsum(-1) - 1, -1)
 
+    @cached_property
+    def new_values(self) -> Tensor:
+        """[B, H, T, D] values of this step's tokens, read where they lie; meaningless where padding is."""
+        P = self.slots.value_pages.shape[1]
+        slots = self.new_slots.clamp(min=0)
+        return self.slots.value_pages[self.slots.table.long().gather(2, slots // P), slots % P]
+
+    def with_columns(self, start: int, stop: int) -> Observation:
+        """The same with a part of this scorer's memory: its columns start..stop - 1."""
+        first = self.memory_columns.start or 0
+        return replace(self, memory_columns=slice(first + start, first + stop))
+
     def write_new(self, values: Tensor) -> Tensor:
         """The memory with `values` [B, H, T, C] written at this step's tokens: what a creation-time scorer's `remember` returns."""
         real = (self.new_slots >= 0)[..., None]
@@ -185,7 +197,7 @@ class Scorer:
     scope: Literal["layer", "model"] = "layer"
 
     def bind(self, model: nn.Module) -> Scorer:
-        """A scorer ready for `model`: copies what it needs of it (W_O, rotary).  Called once per cache; returns self by default."""
+        """A scorer ready for `model`: takes what it needs of it (W_O, rotary).  Called once per cache; returns self by default."""
         return self
 
     def remember(self, obs: Observation) -> Tensor:
@@ -195,6 +207,14 @@ class Scorer:
     def score(self, obs: Observation) -> Tensor:
         """[B, H, L] float32 worth of every slot, higher stays; values on empty slots are ignored."""
         raise NotImplementedError
+
+    def refine(self, scores: Tensor, kept: Tensor, obs: Observation) -> Tensor:
+        """[B, H, L] float32 worth by which slots stay, now that the allocator has said from the scores how many; the scores by default.
+
+        scores  [B, H, L] float32, +inf on protected slots, -inf on empty ones; what is returned for either is ignored
+        kept    [B, H] int64 slots that stay in each head, protected ones included
+        """
+        return scores
 
     def probe(self, token_ids: Tensor) -> list[Probe]:
         """Rows to run over the full cache after the prompt `token_ids` [n] and before eviction; none by default."""
@@ -209,18 +229,21 @@ class Scorer:
 class Wrapper(Scorer):
     """Reads and remembers what its base does; a subclass says what becomes of the base's scores.
 
-    Raises ValueError for a base that runs rows of its own after the prompt (KVzip).
+    Raises ValueError for a base that runs rows of its own after the prompt (KVzip), or refines its scores (CriticalKV).
     """
 
     base: Scorer
 
     def __post_init__(self) -> None:
+        kind, base = type(self).__name__, type(self.base).__name__
         if type(self.base).probe is not Scorer.probe:
-            raise ValueError(f"{type(self).__name__}: base={type(self.base).__name__} runs passes of its own; wrap another scorer")
+            raise ValueError(f"{kind}: base={base} runs passes of its own; wrap another scorer")
+        if type(self.base).refine is not Scorer.refine:
+            raise ValueError(f"{kind}: base={base} has the last word itself; make {kind} its base")
         for name in ("observation_window", "memory_size", "needs", "scope"):
             object.__setattr__(self, name, getattr(self.base, name))
 
-    def bind(self, model: nn.Module) -> Self:
+    def bind(self, model: nn.Module) -> Scorer:
         return replace(self, base=self.base.bind(model))
 
     def remember(self, obs: Observation) -> Tensor:

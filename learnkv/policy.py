@@ -88,15 +88,19 @@ class Policy:
 
     def mask(self, scores: Tensor, obs: Observation, pinned: Tensor) -> Tensor:
         """[B, H, L] float32 scores: +inf on protected slots, -inf on empty ones, NaN refused."""
-        scores = scores.float()
-        if scores[obs.filled].isnan().any():
-            raise ValueError(f"{type(self.scorer).__name__} gave NaN scores in layer {obs.layer}; nothing was evicted")
-        scores = scores.clamp(-LARGEST, LARGEST)  # infinities are the policy's own: protected and empty
         recent = obs.positions >= (obs.num_seen - self.num_recent)[:, None, None]
-        protected = obs.filled & ((obs.positions < self.num_sinks) | recent | pinned)
+        return self.marked(scores, obs, obs.filled & ((obs.positions < self.num_sinks) | recent | pinned))
+
+    def marked(self, scores: Tensor, obs: Observation, protected: Tensor) -> Tensor:
+        """What the scorer said, with infinities that are the policy's own; protected [B, H, L] bool."""
+        scores = scores.float()
+        if (scores.isnan() & obs.filled).any():
+            raise ValueError(f"{type(self.scorer).__name__} gave NaN scores in layer {obs.layer}; nothing was evicted")
+        scores = scores.clamp(-LARGEST, LARGEST)
         return scores.masked_fill(protected, float("inf")).masked_fill(~obs.filled, float("-inf"))
 
     def keep(self, scores: Tensor, obs: Observation, kept: Tensor) -> Tensor:
-        """[B, H, L] bool: each head's best `kept` [B, H] slots, and every protected one."""
-        kept = torch.minimum(kept, obs.slots.lengths.long())
-        return obs.filled & (ops.select(scores, obs.positions, kept) | (scores == float("inf")))
+        """[B, H, L] bool: each head's best `kept` [B, H] slots by the scorer's last word, and every protected one."""
+        kept, protected = torch.minimum(kept, obs.slots.lengths.long()), scores == float("inf")
+        worth = self.marked(self.scorer.refine(scores, kept, obs), obs, protected)
+        return obs.filled & (ops.select(worth, obs.positions, kept) | protected)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from learnkv import budgets
 from learnkv.budgets import Ratio
 from learnkv.gates.kvp import KVP, KVPConfig
+from learnkv.heuristics.criticalkv import CriticalKV, projected_norm
 from learnkv.heuristics.expected_attention import ExpectedAttention
 from learnkv.heuristics.h2o import H2O
 from learnkv.heuristics.key_diff import KeyDiff
@@ -19,7 +20,7 @@ from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.heuristics.tova import TOVA
 from learnkv.methods import METHODS
 from learnkv.models import describe
-from learnkv.observation import Scorer
+from learnkv.observation import Scorer, Slots
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many, together
@@ -138,7 +139,7 @@ def left_padded(rows):
     return ids, torch.stack([torch.cat([torch.zeros(n - len(r)), torch.ones(len(r))]) for r in rows]).long()
 
 
-SCORERS = [KeyDiff(), H2O(), SnapKV(observation_window=6), TOVA(), ExpectedAttention(future=8), StreamingLLM()]
+SCORERS = [KeyDiff(), H2O(), SnapKV(observation_window=6), TOVA(), ExpectedAttention(future=8), StreamingLLM(), CriticalKV(H2O())]
 
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=lambda s: type(s).__name__)
@@ -391,6 +392,19 @@ def test_a_clone_scores_with_the_memory_that_it_has_just_written(llama, method, 
     of_copy, of_cache = scores[-7:-4], scores[-3:]
     for got, want in zip(of_copy, of_cache, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("allocate", ["uniform", "adaptive_global"])
+def test_criticalkvs_norms_are_those_of_the_values_held(llama, allocate):
+    with attach(llama):
+        cache = EvictionCache(policy(CriticalKV(H2O()), 14, allocate, interval=2), llama)
+        generate(llama, prompt(30), cache, n=7)
+    for state, block in zip(cache.states, llama.model.layers, strict=True):
+        held = Slots.dense(*(getattr(state.held.slots(), name) for name in ("keys", "values", "positions")))
+        norms = state.held.slots().memory_pages[..., 1]
+        got = torch.stack([norms[state.held.table[0, h].long()].flatten()[: held.max_length] for h in range(len(held.table[0]))])
+        want = projected_norm(held.values, block.self_attn.o_proj.weight)[0]
+        assert torch.allclose(got[held.filled[0]], want[held.filled[0]], rtol=1e-5)
 
 
 def test_rows_within_their_budget_are_untouched(llama):

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from learnkv.budgets import adaptive, uniform
 from learnkv.heuristics.chunkkv import ChunkKV
+from learnkv.heuristics.criticalkv import BoundCriticalKV, CriticalKV
 from learnkv.heuristics.cur import CUR
 from learnkv.heuristics.expected_attention import ExpectedAttention
 from learnkv.heuristics.h2o import H2O
@@ -29,6 +31,7 @@ from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.heuristics.tova import TOVA
 from learnkv.heuristics.vatp import VATP
 from learnkv.observation import Observation, Scorer
+from learnkv.policy import Policy
 from tests.observations import Row, make_row, observe, with_memory
 
 LAYERS = 2
@@ -385,6 +388,88 @@ def test_keep_rare_goes_on_from_the_largest_count_that_a_head_holds():
 
 def test_keep_digits_reads_text_and_not_special_tokens():
     assert KeepDigits(Words()).digit_ids.tolist() == [1, 4]
+
+
+def projections(heads: tuple[int, int]) -> tuple[Tensor, ...]:
+    """W_O of LAYERS layers with 5 channels."""
+    H, G = heads
+    return tuple(torch.randn(5, H * G * 8, generator=torch.Generator().manual_seed(layer)) for layer in range(LAYERS))
+
+
+def projected(row: Row, h: int, weight: Tensor) -> list[float]:
+    """Norms of one head's kept tokens: what was written of the old ones, and those of the new ones."""
+    old = row.memory[h][: len(row.kept[h]) - row.num_new, -1].tolist()
+    W = [array(weight[:, q * 8 : q * 8 + 8]) for q in group(row, h)]
+    return old + [float(np.mean([np.abs(w @ array(row.values[h, j])).sum() for w in W])) for j in row.kept[h][-row.num_new :]]
+
+
+def critical(base: list[float], norms: list[float], positions: list[int], kept: int, first_stage: float) -> list[float]:
+    """One head's refined scores, two stages."""
+    order = sorted(range(len(base)), key=lambda j: (base[j], positions[j]), reverse=True)
+    first = set(order[: math.floor(kept * first_stage)])
+    return [math.inf if j in first else (base[j] + 1e-4) * norms[j] for j in range(len(base))]
+
+
+CRITICAL = {"without memory": (SnapKV(), snapkv(32, 7, max)), "with memory": (H2O(), h2o)}
+
+
+@pytest.mark.parametrize("base", CRITICAL)
+@pytest.mark.parametrize(("lengths", "num_new"), [((63,), None), ((37, 12), 3), ((26, 9), 1)])
+def test_criticalkv_equals_a_float64_loop(heads, base, lengths, num_new):
+    scorer = BoundCriticalKV(CRITICAL[base][0], first_stage=0.4, weights=projections(heads))
+    rows = rows_of(lengths, heads, scorer, num_new=num_new, share=0.9)
+    obs = observe(rows, window=scorer.observation_window, layer=1, page=4, padding=2)
+    obs = with_mass(obs, rows) if scorer.needs else obs
+    obs = with_memory(obs, scorer.remember(obs))
+    scores = scorer.score(obs)
+    kept = torch.arange(1, 1 + scores[..., 0].numel()).view(scores.shape[:2]) * 2
+    refined = scorer.refine(scores.masked_fill(~obs.filled, -math.inf), kept, obs)
+    for b, row in enumerate(rows):
+        for h, positions in enumerate(row.kept):
+            base_scores, norms = CRITICAL[base][1](row, h), projected(row, h, scorer.weights[1])
+            want = critical(base_scores, norms, positions, int(kept[b, h]), 0.4)
+            for got, expected in ((scores, base_scores), (refined, want)):
+                torch.testing.assert_close(got[b, h, : len(positions)], torch.tensor(expected).float(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("allocate", [uniform, adaptive])
+def test_criticalkv_keeps_as_many_as_its_base_and_what_both_stages_choose(allocate):
+    scorer = BoundCriticalKV(KeyDiff(), weights=projections((2, 3)))
+    rows = rows_of((41,), (2, 3), scorer)
+    obs = observe(rows)
+    obs = with_memory(obs, scorer.remember(obs))
+    rules = {"num_sinks": 1, "num_recent": 2}
+    keep, by_base = (Policy(s, 12, allocate, **rules).select([obs])[0][0] for s in (scorer, KeyDiff()))
+    assert torch.equal(keep.sum(-1), by_base.sum(-1))
+    for h in range(2):
+        base = [math.inf if j < 1 or j >= 39 else score for j, score in enumerate(key_diff(rows[0], h))]
+        worth = critical(base, projected(rows[0], h, scorer.weights[0]), list(range(41)), int(keep[h].sum()), 0.5)
+        best = sorted(range(41), key=lambda j: (worth[j], j), reverse=True)[: int(keep[h].sum())]
+        assert keep[h].nonzero()[:, 0].tolist() == sorted(best)
+
+
+def test_values_of_zero_leave_criticalkv_a_choice():
+    scorer = BoundCriticalKV(SnapKV(), weights=projections((2, 2)))
+    row = make_row(33, C=1)
+    obs = observe([replace(row, values=torch.zeros_like(row.values))], window=32)
+    obs = with_memory(obs, scorer.remember(obs))
+    assert Policy(scorer, 24).select([obs])[0].sum(-1).tolist() == [[24, 24]]
+
+
+@pytest.mark.parametrize("knobs", [{"first_stage": 1.5}, {"epsilon": -1.0}])
+def test_criticalkv_refuses_a_knob_it_cannot_mean(knobs):
+    with pytest.raises(ValueError, match=f"{next(iter(knobs))}="):
+        CriticalKV(**knobs)
+
+
+def test_criticalkv_is_refused_until_it_knows_the_model():
+    with pytest.raises(ValueError, match="bind"):
+        CriticalKV().remember(observe([make_row(5, C=1)]))
+
+
+def test_a_scorer_with_a_last_word_is_no_base():
+    with pytest.raises(ValueError, match="VATP: base=CriticalKV has the last word itself"):
+        VATP(CriticalKV())
 
 
 def test_expected_attention_is_refused_until_it_knows_the_model():

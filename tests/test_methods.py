@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from learnkv import methods
 from learnkv.budgets import ALLOCATORS, Adaptive, Ratio, adaptive, uniform
@@ -36,12 +36,8 @@ class Words:
 REQUIRED = {"tokenizer": Words(), "utility": torch.rand(2, 2, 30)}
 
 
-class Model(nn.Module):
-    """What a scorer may ask of a model when it is bound."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", torch.ones(4))
+SHAPE = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+MODEL = LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2))  # what a scorer is bound to
 
 
 def make(name: str, budget: int | Ratio = 24, **knobs: object) -> Policy:
@@ -53,7 +49,7 @@ def make(name: str, budget: int | Ratio = 24, **knobs: object) -> Policy:
 @pytest.mark.parametrize("allocate", ALLOCATORS)
 def test_every_heuristic_runs_under_every_allocator_and_keeps_the_budget(name, allocate):
     policy = make(name, allocate=allocate)
-    scorer = policy.scorer.bind(Model())
+    scorer = policy.scorer.bind(MODEL)
     layers = []
     for layer in range(2):
         obs = observe([make_row(30, C=scorer.memory_size)], window=scorer.observation_window, layer=layer)

@@ -161,6 +161,35 @@ def test_nan_scores_are_refused_with_the_scorer_and_the_layer():
         Policy(ByPosition(table), 6, num_sinks=0, num_recent=0).select([observe([make_row(20)], layer=1)])
 
 
+@dataclass(frozen=True, eq=False)
+class Reversed(ByPosition):
+    """Scores as the table says, and has the last word the other way round; NaN where the policy decides."""
+
+    def refine(self, scores: Tensor, kept: Tensor, obs: Observation) -> Tensor:
+        return (-scores).masked_fill(scores == -math.inf, math.nan)
+
+
+def test_scores_say_how_many_stay_and_the_scorers_last_word_says_which():
+    """The first head has the two large scores, so it keeps two slots beside those that stay whatever is said: its two worst."""
+    table = torch.tensor([[0.0, 9, 8, 1, 2, 3]] * 2)
+    obs = observe([replace(make_row(6, num_new=1), kept=[[0, 1, 2, 4, 5], [0, 3, 5]], memory=[torch.zeros(5, 0), torch.zeros(3, 0)])])
+    scorer = Reversed(table)
+    count = Policy(ByPosition(table), 3, adaptive, num_sinks=1, num_recent=1).select([obs])[0].sum(-1)
+    keep = Policy(scorer, 3, adaptive, num_sinks=1, num_recent=1).select([obs])[0]
+    assert torch.equal(keep.sum(-1), count) and count.tolist() == [[4, 2]]
+    assert kept_positions(keep, obs) == [[[0, 2, 4, 5], [0, 5]]]
+
+
+def test_a_last_word_of_nan_is_refused():
+    @dataclass(frozen=True, eq=False)
+    class Lost(ByPosition):
+        def refine(self, scores: Tensor, kept: Tensor, obs: Observation) -> Tensor:
+            return scores * math.nan
+
+    with pytest.raises(ValueError, match="Lost gave NaN scores in layer 0"):
+        Policy(Lost(torch.zeros(2, 9)), 3, num_sinks=0, num_recent=0).select([observe([make_row(9)])])
+
+
 def test_half_precision_scores_are_compared_in_float32():
     @dataclass(frozen=True)
     class Half(Scorer):

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from learnkv import budgets
-from learnkv.capture import decoder_of
+from learnkv.capture import decoder_of, evictable_layers
 from learnkv.observation import Probe, Scorer
 from learnkv.policy import Policy
 from learnkv.runtime.memory import MemoryReport
@@ -346,7 +346,7 @@ def cache_layers(model: PreTrainedModel) -> list[Layer]:
     """transformers' own layers for this model, full-attention ones replaced by evictable ones."""
     layers = DynamicCache(config=model.config).layers
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)})
-    full = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    full = evictable_layers(model)
     if unknown or not full:
         problem = f"keeps {', '.join(unknown)}" if unknown else "has sliding-window layers only"
         raise ValueError(f"{type(model).__name__} {problem}; EvictionCache serves full-attention layers, with sliding ones beside them")
