@@ -28,6 +28,7 @@ from learnkv.evaluation.compare import QUICK, quick_table
 from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
+from learnkv.geometry import evictable_layers
 from learnkv.methods import METHODS
 from learnkv.models import DTYPES, BaseModel, PreTrainedModel, load_model
 from learnkv.names import unknown
@@ -36,7 +37,7 @@ from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import write_atomically
-from learnkv.traces.measure import evictable_layers, softmax_scales
+from learnkv.traces.measure import softmax_scales
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 from learnkv.training import TrainSettings, fit
 from learnkv.training.fit import EVENTS, LAST

@@ -20,6 +20,7 @@ from learnkv.evaluation.contenders import WHOLE, Contender, contenders_of, gate_
 from learnkv.evaluation.report import FULL, summarise, text_table
 from learnkv.evaluation.rows import Cell, Row, RowFile, budget_of
 from learnkv.gates.base import Gate
+from learnkv.geometry import evictable_layers
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.models import BaseModel, PreTrainedModel, describe
 from learnkv.policy import Policy
@@ -30,7 +31,7 @@ from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many, together
 from learnkv.traces import measure
 from learnkv.traces.format import Continuation, Trace
-from learnkv.traces.measure import evictable_layers, softmax_scales
+from learnkv.traces.measure import softmax_scales
 
 ASKED_TOGETHER = 32  # caches that one forward asks
 QUICK = ["random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"]
