@@ -24,6 +24,7 @@ from learnkv.heuristics.oracle import Oracle
 from learnkv.heuristics.random import Random
 from learnkv.heuristics.recency_hybrid import RecencyHybrid
 from learnkv.heuristics.scissorhands import Scissorhands
+from learnkv.heuristics.simlayerkv import SimLayerKV
 from learnkv.heuristics.snapkv import SnapKV
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.heuristics.tova import TOVA
@@ -171,6 +172,7 @@ METHODS: dict[str, Method] = {
     "pyramidkv": Method(SnapKV, "2406.02069", allocate="pyramid"),
     "ada_snapkv": Method(SnapKV, "2407.11550", allocate="adaptive"),
     "chunkkv": Method(ChunkKV, "2502.00299"),
+    "simlayerkv": Method(SimLayerKV, "2410.13846", allocate="adaptive_global"),
     "key_norm": Method(KeyNorm, "2406.11430"),
     "key_diff": Method(KeyDiff, "2504.15364"),
     "lagkv": Method(LagKV, "2504.04704"),
