@@ -22,6 +22,7 @@ from learnkv.heuristics.key_norm import KeyNorm
 from learnkv.heuristics.kvzip import KVzip
 from learnkv.heuristics.lagkv import LagKV
 from learnkv.heuristics.oracle import Oracle
+from learnkv.heuristics.qfilter import QFilter
 from learnkv.heuristics.random import Random
 from learnkv.heuristics.recency_hybrid import RecencyHybrid
 from learnkv.heuristics.scissorhands import Scissorhands
@@ -205,6 +206,7 @@ METHODS: dict[str, Method] = {
     "lagkv": Method(LagKV, "2504.04704"),
     "cur": Method(CUR, "2509.15038"),
     "expected_attention": Method(ExpectedAttention, "2510.00636"),
+    "qfilter": Method(QFilter, "2503.02812"),
     "kvzip": Method(KVzip, "2505.23416", allocate="adaptive_global"),
     "keep_digits": Method(KeepDigits),
     "keep_rare": Method(KeepRare),

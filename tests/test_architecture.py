@@ -29,6 +29,7 @@ ALLOWED = {
     "gates":       {"names", "ops", "rope", "observation", "capture", "models", "traces", "peft"},
     "methods":     {"names", "heuristics", "gates", "checkpoint", "policy", "budgets", "observation"},
     "traces":      {"names", "typed", "version", "geometry", "ops", "capture", "models", "prompts", "datasets"},
+    "calibration": {"geometry", "capture", "models", "prompts", "traces"},
     "runtime":     {"names", "version", "ops", "observation", "policy", "budgets", "capture", "transformers", "peft"},
     "training":    {"names", "ops", "gates", "traces", "lightning"},
     "checkpoint":  {"names", "typed", "version", "config", "gates", "models", "traces"},

@@ -22,6 +22,7 @@ from learnkv.heuristics.key_diff import KeyDiff
 from learnkv.heuristics.key_norm import KeyNorm
 from learnkv.heuristics.lagkv import LagKV
 from learnkv.heuristics.oracle import Oracle
+from learnkv.heuristics.qfilter import QFilter
 from learnkv.heuristics.random import Random
 from learnkv.heuristics.recency_hybrid import RecencyHybrid
 from learnkv.heuristics.scissorhands import Scissorhands
@@ -163,6 +164,15 @@ def oracle_utility(H: int) -> Tensor:
 def oracle(row: Row, h: int) -> list[float]:
     utility = oracle_utility(row.keys.shape[0])
     return [float(utility[1, h, j]) if j < 40 else float(torch.finfo(torch.float32).min) for j in row.kept[h]]
+
+
+def filters(H: int) -> Tensor:
+    return torch.randn(LAYERS, H, 8, generator=torch.Generator().manual_seed(5))
+
+
+def qfilter(row: Row, h: int) -> list[float]:
+    direction = array(filters(row.keys.shape[0])[1, h])
+    return [float(array(row.keys[h, j]) @ direction) for j in row.kept[h]]
 
 
 def h2o(row: Row, h: int) -> list[float]:
@@ -359,6 +369,17 @@ def test_random_is_uniform_and_unlike_across_seed_layer_and_head():
 def test_oracle_scores_by_position_and_unknown_tokens_lowest(heads):
     H, _ = heads
     check(Oracle(oracle_utility(H)), oracle, rows_of((48, 17), heads, StreamingLLM(), num_new=3, share=0.9), page=4)
+
+
+def test_qfilter_scores_by_each_heads_own_direction(heads):
+    H, _ = heads
+    check(QFilter(filters(H)), qfilter, rows_of((48, 17, 1), heads, StreamingLLM(), num_new=1, share=0.9), page=4, padding=2)
+
+
+@pytest.mark.parametrize("given", [torch.zeros(2, 8), torch.zeros(2, 2, 8).long(), torch.full((2, 2, 8), torch.nan), 5, None])
+def test_qfilter_refuses_what_is_no_filters(given):
+    with pytest.raises(ValueError, match=r"filters=.*give \[layers, KV heads, head_dim\] finite numbers"):
+        QFilter(given)
 
 
 def test_oracle_refuses_another_models_utility():

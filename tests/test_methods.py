@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from learnkv import methods
 from learnkv.budgets import ALLOCATORS, Adaptive, PerHead, Ratio, adaptive, uniform
@@ -34,7 +35,7 @@ class Words:
 
 
 TABLE = Path(__file__).parent / "data" / "heads-2x2.json"
-REQUIRED = {"tokenizer": Words(), "utility": torch.rand(2, 2, 30), "table": TABLE}
+REQUIRED = {"tokenizer": Words(), "utility": torch.rand(2, 2, 30), "table": TABLE, "filters": torch.rand(2, 2, 8)}
 
 
 class Model(nn.Module):
@@ -43,6 +44,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("inv_freq", torch.ones(4))
+        self.config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
 
 
 def make(name: str, budget: int | Ratio = 24, **knobs: object) -> Policy:
@@ -128,6 +130,7 @@ def test_policy_defaults_are_said_in_one_place():
         ("headkv", {"table": str(TABLE), "beta": 0.5}, "^beta=0.5 divides"),
         ("headkv", {"table": str(TABLE), "kernal_size": 5}, "unknown knob of SnapKV 'kernal_size'.*kernel_size"),
         ("headkv", {"table": str(TABLE), "allocate": "adaptive"}, "allocate='adaptive' and table=.* both split the budget"),
+        ("qfilter", {}, "QFilter has no default for filters; pass filters="),
         ("kvp", {}, "KVP has no default for gate; pass gate="),
         ("kvp", {"gates": "folder"}, "unknown knob of KVP 'gates'.*gate"),
         ("kvp", {"gate": SnapKV()}, "is a SnapKV, not a KVP"),
@@ -148,5 +151,6 @@ def test_the_table_has_a_row_per_method_that_says_what_it_reads():
     assert rows["snapkv"] == ("arXiv:2404.14469", "queries", "no")
     assert rows["h2o"] == ("arXiv:2306.14048", "mass", "no")
     assert rows["keep_rare"] == ("", "token ids", "no")
+    assert rows["qfilter"] == ("arXiv:2503.02812", "", "no")
     assert rows["kvzip"] == ("arXiv:2505.23416", "extra passes", "no")
     assert rows["kvp"][2] == "yes"
