@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
@@ -167,6 +168,9 @@ class PerHead:
     table  [layers][heads] worth of each head, 0 or more; of KV heads, or of query heads, whose groups are averaged
     beta   how much is shared out: 1 pools everything, large values approach `uniform`; the paper tries 1.005 to 10
 
+    With beta 1, a table of 1 for retrieval heads and 0 for streaming heads is DuoAttention's pattern (arXiv:2410.10819): streaming heads
+    keep what is protected, retrieval heads all that is left of the budget, and what they cannot hold goes to the streaming heads.
+
     Differs: the sum is exact, and heads are KV heads; the official code keeps a cache for each query head.
     """
 
@@ -189,11 +193,19 @@ class PerHead:
     def read(cls, path: str | Path, beta: float = 1.01) -> PerHead:
         """A table from JSON, as rows of numbers or as HeadKV's {"layer-head": scores}, or the tensor `heads` of a safetensors file."""
         path = Path(path)
+        if not path.is_file():
+            raise ValueError(f"{path} is no file; give a table of heads, .json or .safetensors, one row of numbers per layer")
         try:
             rows = load_file(path)["heads"].tolist() if path.suffix == ".safetensors" else json_table(json.loads(path.read_text()))
-            return cls(tuple(tuple(float(x) for x in row) for row in rows), beta)
+            found = cls(tuple(tuple(float(x) for x in row) for row in rows))
         except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no table of heads ({error}); give rows of numbers, one row per layer") from error
+        return replace(found, beta=beta)
+
+    def __repr__(self) -> str:
+        """Rows of a comparison carry it: other numbers in the same file are another measurement."""
+        numbers = hashlib.sha256(repr(self.table).encode()).hexdigest()[:8]
+        return f"PerHead({numbers} of {len(self.table)} x {len(self.table[0])} heads, beta={self.beta:g})"
 
     def __call__(self, scores: list[Tensor], budget: Tensor, observations: list[Observation]) -> list[Tensor]:
         return [self.of_layer(s, budget, obs) for s, obs in zip(scores, observations, strict=True)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 from learnkv import budgets
-from learnkv.budgets import Allocator, Ratio
+from learnkv.budgets import Allocator, PerHead, Ratio
 from learnkv.checkpoint import load_gate
 from learnkv.gates.kvp import KVP
 from learnkv.heuristics.chunkkv import ChunkKV
@@ -22,9 +23,11 @@ from learnkv.heuristics.key_norm import KeyNorm
 from learnkv.heuristics.kvzip import KVzip
 from learnkv.heuristics.lagkv import LagKV
 from learnkv.heuristics.oracle import Oracle
+from learnkv.heuristics.qfilter import QFilter
 from learnkv.heuristics.random import Random
 from learnkv.heuristics.recency_hybrid import RecencyHybrid
 from learnkv.heuristics.scissorhands import Scissorhands
+from learnkv.heuristics.simlayerkv import SimLayerKV
 from learnkv.heuristics.snapkv import SnapKV
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.heuristics.tova import TOVA
@@ -73,9 +76,13 @@ class Method:
         **knobs: object,
     ) -> Policy:
         """A Policy; `allocate` is a name in budgets.ALLOCATORS or an Allocator, `knobs` are the scorer's own fields."""
-        rule = allocator(self.allocate if allocate is None else allocate)
+        scorer, rule = self.build(knobs), self.rule(allocate, knobs)
         sinks = self.num_sinks if num_sinks is None else num_sinks
-        return Policy(self.build(knobs), budget, rule, num_sinks=sinks, num_recent=num_recent, interval=interval)
+        return Policy(scorer, budget, rule, num_sinks=sinks, num_recent=num_recent, interval=interval)
+
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
+        """How the budget is split: as the caller says, else as the authors do."""
+        return allocator(self.allocate if allocate is None else allocate)
 
     @property
     def defaults(self) -> dict[str, object]:
@@ -111,6 +118,27 @@ class Method:
         missing = [name for name in self.requires if name not in knobs]
         if missing:
             raise ValueError(f"{self.scorer.__name__} has no default for {', '.join(missing)}; pass {missing[0]}=...")
+
+
+@dataclass(frozen=True)
+class TableMethod(Method):
+    """A method that splits the budget by a table of heads: two knobs more, `table`, the file of one, and PerHead's `beta`."""
+
+    @property
+    def defaults(self) -> dict[str, object]:
+        return {"table": MISSING, "beta": PerHead.beta, **super().defaults}
+
+    def build(self, knobs: Mapping[str, Any]) -> Scorer:
+        if not isinstance(knobs.get("table"), str | Path):
+            given = f"table={knobs['table']!r} is no file" if "table" in knobs else "no table was given"
+            raise ValueError(f"{given}: the budget is split by a table of heads, and none is shipped; pass table=heads.json")
+        self.check(knobs)
+        return self.scorer(**{name: value for name, value in knobs.items() if name not in ("table", "beta")})
+
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
+        if allocate is not None:
+            raise ValueError(f"allocate={allocate!r} and table={knobs['table']} both split the budget; leave one of them out")
+        return PerHead.read(knobs["table"], knobs.get("beta", PerHead.beta))
 
 
 @dataclass(frozen=True)
@@ -171,13 +199,16 @@ METHODS: dict[str, Method] = {
     "snapkv": Method(SnapKV, "2404.14469"),
     "pyramidkv": Method(SnapKV, "2406.02069", allocate="pyramid"),
     "ada_snapkv": Method(SnapKV, "2407.11550", allocate="adaptive"),
+    "headkv": TableMethod(SnapKV, "2410.19258"),
     "chunkkv": Method(ChunkKV, "2502.00299"),
     "criticalkv": Method(CriticalKV, "2502.03805"),
+    "simlayerkv": Method(SimLayerKV, "2410.13846", allocate="adaptive_global"),
     "key_norm": Method(KeyNorm, "2406.11430"),
     "key_diff": Method(KeyDiff, "2504.15364"),
     "lagkv": Method(LagKV, "2504.04704"),
     "cur": Method(CUR, "2509.15038"),
     "expected_attention": Method(ExpectedAttention, "2510.00636"),
+    "qfilter": Method(QFilter, "2503.02812"),
     "kvzip": Method(KVzip, "2505.23416", allocate="adaptive_global"),
     "keep_digits": Method(KeepDigits),
     "keep_rare": Method(KeepRare),

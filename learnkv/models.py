@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils import logging
 
 from learnkv import assets
+from learnkv.capture import evictable_layers
+from learnkv.geometry import kv_shape
 from learnkv.names import nearest, unknown
 from learnkv.rope import rotary_frequencies, turn_back
 
@@ -157,17 +159,16 @@ SERVED_LAYERS = {"full_attention", "sliding_attention"}
 def describe(model: PreTrainedModel) -> BaseModel:
     """What a trace or a gate remembers of the model it was made with."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    num_layers, num_kv_heads, head_dim = kv_shape(model)
     return BaseModel(
         name=model.config.name_or_path or "",
         weights_hash=weights_hash(model),
-        num_layers=kinds.count("full_attention"),
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        num_query_heads=heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        num_query_heads=config.num_attention_heads,
+        head_dim=head_dim,
         hidden_size=config.hidden_size,
-        frequencies=removable_frequencies(model, [i for i, kind in enumerate(kinds) if kind == "full_attention"]),
+        frequencies=removable_frequencies(model, evictable_layers(model)),
     )
 
 

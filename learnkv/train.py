@@ -23,6 +23,7 @@ import yaml
 from torch import distributed
 
 from learnkv import config
+from learnkv.capture import evictable_layers
 from learnkv.checkpoint import save_gate
 from learnkv.evaluation.compare import QUICK, quick_table
 from learnkv.evaluation.reward import rewards
@@ -36,7 +37,7 @@ from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import write_atomically
-from learnkv.traces.measure import evictable_layers, softmax_scales
+from learnkv.traces.measure import softmax_scales
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 from learnkv.training import TrainSettings, fit
 from learnkv.training.fit import EVENTS, LAST

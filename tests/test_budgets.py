@@ -254,6 +254,23 @@ def test_what_is_no_table_is_refused_with_its_file(text, tmp_path):
         PerHead.read(tmp_path / "heads.json")
 
 
+@pytest.mark.parametrize("budget, streaming, retrieval", [(60, 20, 100), (40, 20, 60), (80, 60, 100), (20, 20, 20)])
+def test_a_table_of_zeros_and_ones_is_duo_attention_as_far_as_the_budget_goes(budget, streaming, retrieval):
+    """Streaming heads keep the 20 protected tokens, retrieval heads the rest of the budget up to all 100; then streaming heads get it."""
+    counts = table_counts(PerHead(((1.0, 0.0), (0.0, 1.0)), beta=1.0), budget, 100, protected=20)
+    assert counts == [[retrieval, streaming], [streaming, retrieval]]
+
+
+def test_a_tables_name_changes_with_its_numbers():
+    one, same, other = (repr(PerHead(((4.0, x), (3.0, 2.0)))) for x in (1.0, 1.0, 2.0))
+    assert one == same != other and "2 x 2 heads, beta=1.01" in one
+
+
+def test_a_missing_table_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"heads\.json is no file; give a table of heads"):
+        PerHead.read(tmp_path / "heads.json")
+
+
 def test_a_table_of_another_model_is_refused_with_both_sides():
     with pytest.raises(ValueError, match=r"1 layers x 3 heads, the model has 1 x 2 KV heads"):
         table_counts(PerHead(((1.0, 1.0, 1.0),)), 10, 20)

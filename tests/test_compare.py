@@ -44,6 +44,21 @@ def without_seconds(rows):
 # ---- what is measured
 
 
+def test_a_table_of_heads_is_named_in_the_entry_and_in_its_rows(model, tokenizer, tmp_path):
+    (tmp_path / "heads.json").write_text("[[1, 0], [0, 1], [1, 1]]")
+    entry = f"headkv(beta=1 table={tmp_path}/heads.json)"
+    rows = compare(model, tokenizer, [short_prompt()], plan(contenders_of([entry], model, tokenizer), [0.3]))
+    (row,) = (row for row in rows if row.scorer == "headkv")
+    assert row.method == entry and "of 3 x 2 heads, beta=1)" in row.allocator
+    assert row.kept_mean == int(0.3 * row.num_tokens) < row.kept_max
+
+
+@pytest.mark.parametrize("entry, said", [("headkv", "method headkv: no table was given"), ("headkv(table=no.json)", "no.json is no file")])
+def test_a_table_that_is_not_there_is_one_line(model, tokenizer, entry, said):
+    with pytest.raises(ValueError, match=said):
+        contenders_of([entry], model, tokenizer)
+
+
 def test_full_cache_random_and_oracle_are_always_among_the_rows(model, tokenizer, plans):
     rows = compare(model, tokenizer, [short_prompt()], plans)
     assert rows[0].line == "full cache"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from learnkv import budgets
 from learnkv.budgets import adaptive, uniform
 from learnkv.heuristics.chunkkv import ChunkKV
 from learnkv.heuristics.criticalkv import BoundCriticalKV, CriticalKV
@@ -23,9 +24,11 @@ from learnkv.heuristics.key_diff import KeyDiff
 from learnkv.heuristics.key_norm import KeyNorm
 from learnkv.heuristics.lagkv import LagKV
 from learnkv.heuristics.oracle import Oracle
+from learnkv.heuristics.qfilter import QFilter
 from learnkv.heuristics.random import Random
 from learnkv.heuristics.recency_hybrid import RecencyHybrid
 from learnkv.heuristics.scissorhands import Scissorhands
+from learnkv.heuristics.simlayerkv import SimLayerKV
 from learnkv.heuristics.snapkv import SnapKV
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.heuristics.tova import TOVA
@@ -165,6 +168,15 @@ def oracle(row: Row, h: int) -> list[float]:
     return [float(utility[1, h, j]) if j < 40 else float(torch.finfo(torch.float32).min) for j in row.kept[h]]
 
 
+def filters(H: int) -> Tensor:
+    return torch.randn(LAYERS, H, 8, generator=torch.Generator().manual_seed(5))
+
+
+def qfilter(row: Row, h: int) -> list[float]:
+    direction = array(filters(row.keys.shape[0])[1, h])
+    return [float(array(row.keys[h, j]) @ direction) for j in row.kept[h]]
+
+
 def h2o(row: Row, h: int) -> list[float]:
     mass = sum(attention(row, q, h, i) for q in group(row, h) for i in range(row.num_seen - row.num_new, row.num_seen))
     return [float(m) for m in array(row.memory[h][:, 0]) + mass]
@@ -203,6 +215,22 @@ def keep_digits(row: Row, h: int) -> list[float]:
     return row.memory[h][: -row.num_new, 0].tolist() + born
 
 
+def simlayerkv(threshold: float, first: int, recent: int) -> Reference:
+    def near(row: Row, h: int) -> float:
+        mass = np.mean([attention(row, q, h, row.num_seen - 1) for q in group(row, h)], 0)
+        return sum(m for m, j in zip(mass, row.kept[h], strict=True) if j < first or j >= row.num_seen - recent)
+
+    def scores(row: Row, h: int) -> list[float]:
+        H, n = row.keys.shape[0], row.num_seen
+        share = max(float(x) for memory in row.memory for x in memory[:, 0])
+        if share == 0 and n > first + recent:
+            share = sum(near(row, other) for other in range(H)) / H
+        span = recent if share > threshold else n
+        return [1.0 if j < first else 1 - (n - 1 - j) / span for j in row.kept[h]]
+
+    return scores
+
+
 BOUND = ExpectedAttention(future=5, first=2, epsilon=0.02).bind(Rotary())
 SCORERS: dict[str, tuple[Scorer, Reference]] = {
     "snapkv": (SnapKV(), snapkv(32, 7, max)),
@@ -221,6 +249,7 @@ SCORERS: dict[str, tuple[Scorer, Reference]] = {
     "recency_hybrid": (RecencyHybrid(weight=0.6, mass_half_life=20.0, age_half_life=8.0), recency_hybrid),
     "vatp": (VATP(), vatp),
     "chunkkv": (ChunkKV(KeyNorm(), chunk_size=5), chunkkv),
+    "simlayerkv": (SimLayerKV(first=2, recent=10), simlayerkv(0.9, 2, 10)),
 }
 SHAPES = {"MHA": (3, 1), "GQA": (2, 3), "MQA": (1, 4)}
 
@@ -342,6 +371,17 @@ def test_random_is_uniform_and_unlike_across_seed_layer_and_head():
 def test_oracle_scores_by_position_and_unknown_tokens_lowest(heads):
     H, _ = heads
     check(Oracle(oracle_utility(H)), oracle, rows_of((48, 17), heads, StreamingLLM(), num_new=3, share=0.9), page=4)
+
+
+def test_qfilter_scores_by_each_heads_own_direction(heads):
+    H, _ = heads
+    check(QFilter(filters(H)), qfilter, rows_of((48, 17, 1), heads, StreamingLLM(), num_new=1, share=0.9), page=4, padding=2)
+
+
+@pytest.mark.parametrize("given", [torch.zeros(2, 8), torch.zeros(2, 2, 8).long(), torch.full((2, 2, 8), torch.nan), 5, None])
+def test_qfilter_refuses_what_is_no_filters(given):
+    with pytest.raises(ValueError, match=r"filters=.*give \[layers, KV heads, head_dim\] finite numbers"):
+        QFilter(given)
 
 
 def test_oracle_refuses_another_models_utility():
@@ -470,6 +510,54 @@ def test_criticalkv_is_refused_until_it_knows_the_model():
 def test_a_scorer_with_a_last_word_is_no_base():
     with pytest.raises(ValueError, match="VATP: base=CriticalKV has the last word itself"):
         VATP(CriticalKV())
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("share", [1.0, 0.7])
+def test_a_layer_is_lazy_by_its_last_query(heads, threshold, share):
+    scorer, reference = SimLayerKV(threshold, 2, 10), simlayerkv(threshold, 2, 10)
+    rows = rows_of((41, 12, 13, 26), heads, scorer, num_new=3, share=share)
+    check(scorer, reference, [undecided(row) for row in rows], page=4, padding=2)
+
+
+def undecided(row: Row) -> Row:
+    """The row as its first forward finds it."""
+    return replace(row, memory=[torch.zeros_like(memory) for memory in row.memory])
+
+
+def test_a_layer_stays_as_lazy_as_the_prompt_found_it():
+    scorer, row = SimLayerKV(first=2, recent=10), make_row(30, C=1)
+    for decided in (0.25, 0.95):
+        obs = observe([replace(row, memory=[torch.full_like(m, decided) for m in row.memory])], window=1)
+        assert (scorer.remember(obs) == decided).all()
+
+
+def test_no_layer_is_lazy_while_first_and_recent_tokens_are_all():
+    obs = observe([undecided(make_row(n, C=1)) for n in (12, 5, 1)], window=1)
+    assert (SimLayerKV(threshold=0.0, first=2, recent=10).remember(obs) == 0).all()
+
+
+LAZY, BUSY = 0.95, 0.5
+SPAN = 12  # first and recent tokens
+
+
+@pytest.mark.parametrize(
+    ("budget", "lazy", "busy"),
+    [(26, SPAN, 40), (20, 10, 30), (38, 36, 40)],
+    ids=["the paper's own", "below it every span shrinks alike", "above it lazy layers keep more"],
+)
+def test_lazy_layers_keep_first_and_recent_tokens_and_give_the_rest_to_others(budget, lazy, busy):
+    row, scorer = make_row(40, C=1), SimLayerKV(first=2, recent=10)
+    layers = [observe([replace(row, memory=[torch.full_like(m, x) for m in row.memory])], layer=i) for i, x in enumerate((LAZY, BUSY))]
+    keeps = Policy(scorer, budget, budgets.adaptive_global, num_sinks=2, num_recent=1).select(layers)
+    assert [keep.sum(-1).tolist() for keep in keeps] == [[[lazy] * 2], [[busy] * 2]]
+    assert all(keep[..., :2].all() and keep[..., -5:].all() for keep in keeps)
+
+
+@pytest.mark.parametrize("knobs", [{"threshold": 1.1}, {"threshold": math.nan}, {"first": -1}, {"recent": 0}])
+def test_simlayerkv_refuses_a_knob_it_cannot_mean(knobs):
+    with pytest.raises(ValueError, match=f"{next(iter(knobs))}="):
+        SimLayerKV(**knobs)
 
 
 def test_expected_attention_is_refused_until_it_knows_the_model():

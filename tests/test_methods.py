@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learnkv import methods
-from learnkv.budgets import ALLOCATORS, Adaptive, Ratio, adaptive, uniform
+from learnkv.budgets import ALLOCATORS, Adaptive, PerHead, Ratio, adaptive, uniform
 from learnkv.heuristics.snapkv import SnapKV
-from learnkv.methods import METHODS
+from learnkv.methods import METHODS, TableMethod
 from learnkv.policy import Policy
 from tests.observations import make_row, observe, with_memory
 
@@ -33,7 +33,8 @@ class Words:
         return [1, 2]
 
 
-REQUIRED = {"tokenizer": Words(), "utility": torch.rand(2, 2, 30)}
+TABLE = Path(__file__).parent / "data" / "heads-2x2.json"
+REQUIRED = {"tokenizer": Words(), "utility": torch.rand(2, 2, 30), "table": TABLE, "filters": torch.rand(2, 2, 8)}
 
 
 SHAPE = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
@@ -45,8 +46,10 @@ def make(name: str, budget: int | Ratio = 24, **knobs: object) -> Policy:
     return methods.policy(name, budget, **given, **knobs)
 
 
-@pytest.mark.parametrize("name", HEURISTICS)
-@pytest.mark.parametrize("allocate", ALLOCATORS)
+RULES = [(name, rule) for name in HEURISTICS for rule in ([None] if isinstance(METHODS[name], TableMethod) else ALLOCATORS)]
+
+
+@pytest.mark.parametrize(("name", "allocate"), RULES)
 def test_every_heuristic_runs_under_every_allocator_and_keeps_the_budget(name, allocate):
     policy = make(name, allocate=allocate)
     scorer = policy.scorer.bind(MODEL)
@@ -64,7 +67,8 @@ def test_every_heuristic_runs_under_every_allocator_and_keeps_the_budget(name, a
 def test_every_method_names_its_paper_in_the_scorers_docstring_or_is_a_control(name):
     method = METHODS[name]
     assert re.fullmatch(r"(\d{4}\.\d{5})?", method.paper)
-    source = (method.scorer.__doc__ or "") + (type(ALLOCATORS[method.allocate]).__doc__ or "")
+    rule = PerHead if isinstance(method, TableMethod) else type(ALLOCATORS[method.allocate])
+    source = (method.scorer.__doc__ or "") + (rule.__doc__ or "")
     assert method.paper in source
 
 
@@ -92,6 +96,12 @@ def test_a_method_uses_its_authors_allocator_unless_told_otherwise():
     assert METHODS["snapkv"](64, allocate=rule).allocate == rule
 
 
+def test_headkv_is_snapkv_with_the_budget_split_by_a_table():
+    policy = METHODS["headkv"](64, table=str(TABLE), beta=2.0, kernel_size=5)
+    assert policy == Policy(SnapKV(kernel_size=5), 64, PerHead(((2.0, 1.0), (1.0, 3.0)), beta=2.0))
+    assert METHODS["headkv"](64, table=TABLE).allocate == PerHead(((2.0, 1.0), (1.0, 3.0)))
+
+
 def test_policy_defaults_are_said_in_one_place():
     assert METHODS["random"](64) == Policy(METHODS["random"].scorer(), 64)
 
@@ -108,6 +118,13 @@ def test_policy_defaults_are_said_in_one_place():
         ("snapkv", {"kernel_size": True}, "kernel_size=True is of type bool"),
         ("snapkv", {"kernel_size": 6}, "kernel_size=6"),
         ("oracle", {}, "Oracle has no default for utility; pass utility="),
+        ("headkv", {}, "no table was given: .* pass table=heads.json"),
+        ("headkv", {"table": 5}, "table=5 is no file"),
+        ("headkv", {"table": "missing.json"}, "missing.json is no file"),
+        ("headkv", {"table": str(TABLE), "beta": 0.5}, "^beta=0.5 divides"),
+        ("headkv", {"table": str(TABLE), "kernal_size": 5}, "unknown knob of SnapKV 'kernal_size'.*kernel_size"),
+        ("headkv", {"table": str(TABLE), "allocate": "adaptive"}, "allocate='adaptive' and table=.* both split the budget"),
+        ("qfilter", {}, "QFilter has no default for filters; pass filters="),
         ("kvp", {}, "KVP has no default for gate; pass gate="),
         ("kvp", {"gates": "folder"}, "unknown knob of KVP 'gates'.*gate"),
         ("kvp", {"gate": SnapKV()}, "is a SnapKV, not a KVP"),
@@ -128,5 +145,6 @@ def test_the_table_has_a_row_per_method_that_says_what_it_reads():
     assert rows["snapkv"] == ("arXiv:2404.14469", "queries", "no")
     assert rows["h2o"] == ("arXiv:2306.14048", "mass", "no")
     assert rows["keep_rare"] == ("", "token ids", "no")
+    assert rows["qfilter"] == ("arXiv:2503.02812", "", "no")
     assert rows["kvzip"] == ("arXiv:2505.23416", "extra passes", "no")
     assert rows["kvp"][2] == "yes"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnkv.budgets import Ratio, uniform
-from learnkv.capture import capture
+from learnkv.capture import capture, evictable_layers
 from learnkv.evaluation.choice import choose_best
 from learnkv.evaluation.contenders import WHOLE, Contender, contenders_of, gate_contender
 from learnkv.evaluation.report import FULL, summarise, text_table
@@ -30,7 +30,7 @@ from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many, together
 from learnkv.traces import measure
 from learnkv.traces.format import Continuation, Trace
-from learnkv.traces.measure import evictable_layers, softmax_scales
+from learnkv.traces.measure import softmax_scales
 
 ASKED_TOGETHER = 32  # caches that one forward asks
 QUICK = ["random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from learnkv import methods
 from learnkv.budgets import ALLOCATORS, Allocator, Ratio
+from learnkv.calibration import calibration_texts, query_filters
 from learnkv.checkpoint import gate_hash, load_gate
 from learnkv.evaluation.entries import Entry, parse_entry
 from learnkv.evaluation.report import FULL
@@ -74,7 +75,7 @@ def open_entry(entry: Entry, model: PreTrainedModel, tokenizer: Tokenizer, num_s
         raise ValueError(f"method {entry}: {entry.name} has no weights, so it takes no folder; with weights: {', '.join(sorted(GATES))}")
     if entry.name in ("full", "oracle"):
         return [control(entry, num_sinks, num_recent)]
-    policy = heuristic(entry, tokenizer, num_sinks, num_recent)
+    policy = heuristic(entry, model, tokenizer, num_sinks, num_recent)
     return [Contender(str(entry), entry.method, entry.name, name_of(policy.allocate), "", "", policy)]
 
 
@@ -87,14 +88,17 @@ def control(entry: Entry, num_sinks: int, num_recent: int) -> Contender:
     return Contender(FULL if entry.name == "full" else str(entry), entry.method, entry.name, allocator, "", "", policy)
 
 
-def heuristic(entry: Entry, tokenizer: Tokenizer, num_sinks: int, num_recent: int) -> Policy:
+def heuristic(entry: Entry, model: PreTrainedModel, tokenizer: Tokenizer, num_sinks: int, num_recent: int) -> Policy:
     """The policy that METHODS makes of the entry's knobs, at a budget to be replaced."""
     elsewhere = {"budget", "allocate", "tokenizer"} & dict(entry.knobs).keys()
     if elsewhere:
         raise ValueError(f"method {entry}: {', '.join(sorted(elsewhere))} is no knob of a method; budgets have keys, allocators follow a +")
     knobs: dict[str, object] = {"num_sinks": num_sinks, "num_recent": num_recent, **dict(entry.knobs)}
-    if "tokenizer" in METHODS[entry.name].requires:
+    requires = METHODS[entry.name].requires
+    if "tokenizer" in requires:
         knobs["tokenizer"] = tokenizer
+    if "filters" in requires and "filters" not in knobs:
+        knobs["filters"] = query_filters(model, calibration_texts(model, tokenizer))
     try:
         return methods.policy(entry.name, WHOLE, allocate=entry.allocator or None, **knobs)
     except ValueError as error:

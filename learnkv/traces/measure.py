@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from learnkv.capture import Captured, capture, decoder_of
+from learnkv.capture import Captured, capture, decoder_of, evictable_layers
 from learnkv.models import PreTrainedModel
 from learnkv.traces.format import Trace
 from learnkv.traces.targets import OVER_QUESTIONS, TARGETS, Future, OverQuestions, context_mass, cut_positions, future_rows, utility_cuts
@@ -121,13 +121,6 @@ def greedy(model: PreTrainedModel, cache: object, logits: Tensor, question: Tens
         rows = logits.argmax()[None]
         response.append(int(rows))
     return torch.tensor(response, dtype=torch.int64)
-
-
-def evictable_layers(model: PreTrainedModel) -> list[int]:
-    """Indices of the full-attention layers."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [i for i, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def softmax_scales(model: PreTrainedModel, layers: list[int]) -> list[float]:
