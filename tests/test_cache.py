@@ -24,6 +24,7 @@ from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many, together
 from learnkv.runtime.pages import PAGE
+from tests.tiny_models import masked_logits
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen": (Qwen3Config, Qwen3ForCausalLM)}
@@ -64,30 +65,6 @@ def policy(scorer=None, budget=12, allocate="uniform", **settings):
 
 def generate(model, ids, cache=None, n=8, **given):
     return model.generate(ids, cache=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False, **given)
-
-
-def masked_logits(model, ids, new, held):
-    """The plain model's logits of `new` after `ids`, where each layer's head attends to `held` of ids only; held[layer] [B, H, L]."""
-    seen, T = ids.shape[1], new.shape[1]
-    G = 4 // held[0].shape[1]
-
-    def visible(layer):
-        keep = torch.zeros(1, held[layer].shape[1], seen, dtype=torch.bool)
-        for h, positions in enumerate(held[layer][0]):
-            keep[0, h, positions[positions >= 0].long()] = True
-        old = keep[:, :, None].expand(-1, -1, T, -1)
-        own = torch.ones(T, T, dtype=torch.bool).tril().expand(1, keep.shape[1], T, T)
-        return torch.cat([old, own], -1).repeat_interleave(G, 1)
-
-    cache = model(ids, use_cache=True).cache
-    handles = []
-    for layer, block in enumerate(model.model.layers):
-        hook = lambda module, args, kwargs, layer=layer: (args, kwargs | {"attention_mask": visible(layer)})  # noqa: E731
-        handles.append(block.self_attn.register_forward_pre_hook(hook, with_kwargs=True))
-    logits = model(new, cache=cache).logits
-    for handle in handles:
-        handle.remove()
-    return logits
 
 
 # ---- results
