@@ -1,9 +1,9 @@
-"""What every method promises under every allocator on every kind of model; methods come from the registry, so new ones are held to it too."""
+"""What every method promises under every allocator on every kind of model; methods are the registry's, so new ones are held to it too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations, product
 from typing import NamedTuple
@@ -17,10 +17,12 @@ from learnkv.budgets import ALLOCATORS, Allocator, PerHead, Threshold
 from learnkv.gates import GATES
 from learnkv.methods import METHODS
 from learnkv.models import BaseModel, describe
-from learnkv.observation import Observation
+from learnkv.observation import Observation, Scorer
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
+from learnkv.runtime.pages import Pages
+from learnkv.runtime.step import Target
 from tests.tiny_models import generate, left_padded, masked_logits, prompt, tiny
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -97,9 +99,7 @@ def all_pairs(*factors: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 FACTORS = (tuple(METHODS), tuple(SPLITS), MODELS)
 FAST = set(all_pairs(*FACTORS))
-CASES = [
-    pytest.param(Case(*combo), id="-".join(combo), marks=[] if combo in FAST else [pytest.mark.slow]) for combo in product(*FACTORS)
-]
+CASES = [pytest.param(Case(*combo), id="-".join(combo), marks=[] if combo in FAST else [pytest.mark.slow]) for combo in product(*FACTORS)]
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -270,6 +270,118 @@ def test_a_chunked_prefill_keeps_what_one_prefill_keeps_where_scores_never_chang
             held.append(cache.kept_positions())
     alike = range(len(held[0])) if case.method in BY_TOKEN else [] if case.allocate == "adaptive_global" else [0]
     assert all(torch.equal(held[0][layer], held[1][layer]) for layer in alike)
+
+
+# ---- input at the edge of what there is
+
+
+def method_policy(method: str, budget: int, **rules: int) -> Policy:
+    """A method on the tiny Llama, with its authors' allocator."""
+    plain = policy_of(Case(method, METHODS[method].allocate, "llama"), ALL)
+    return replace(plain, budget=budget, **rules)
+
+
+@pytest.mark.parametrize(
+    "rules", [dict(num_sinks=0, num_recent=0), dict(num_sinks=0, num_recent=1), dict(num_sinks=1, num_recent=0)], ids=str
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_budget_of_one_token_is_held(method, rules):
+    model = model_of("llama")
+    with attach(model):
+        cache = EvictionCache(method_policy(method, 1, **rules), model)
+        generate(model, prompt(20), cache, n=3)
+    assert cache.lengths().sum() == cache.lengths().numel()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_prompts_shorter_than_any_window_under_a_full_budget_are_the_plain_models(method):
+    model, policy = model_of("llama"), method_policy(method, ALL)
+    for n in (1, 2, 5):
+        with attach(model):
+            got = generate(model, prompt(n), EvictionCache(policy, model), n=3)
+        assert torch.equal(got, generate(model, prompt(n), n=3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_that_comes_token_by_token_is_held_within_its_budget_at_each(method):
+    model = model_of("llama")
+    with attach(model):
+        cache = EvictionCache(method_policy(method, 6, num_recent=2), model)
+        for n, token in enumerate(prompt(12).split(1, 1), 1):
+            assert model(token, cache=cache).logits.isfinite().all()
+            assert cache.lengths().sum() == cache.lengths().numel() * min(n, 6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_of_padding_only_holds_nothing_and_disturbs_no_other(method):
+    model, policy = model_of("llama"), method_policy(method, 12, num_recent=RECENT)
+    ids, mask = prompt(20, rows=2), torch.ones(2, 20, dtype=torch.int64)
+    mask[0] = 0
+    with attach(model):
+        both, alone = EvictionCache(policy, model), EvictionCache(policy, model)
+        model(ids, attention_mask=mask, cache=both)
+        model(ids[1:], cache=alone)
+        got = model(ids[:, :3], attention_mask=torch.cat([mask, mask[:, :3]], 1), cache=both).logits
+        want = model(ids[1:, :3], cache=alone).logits
+    assert both.lengths()[:, 0].sum() == 0 and got.isfinite().all()
+    torch.testing.assert_close(got[1:], want, atol=1e-5, rtol=0)
+
+
+# ---- what is protected, over a thousand evictions
+
+
+@dataclass(frozen=True, eq=False)
+class Dice(Scorer):
+    """Another random score each time."""
+
+    generator: torch.Generator
+
+    def score(self, obs: Observation) -> Tensor:
+        return torch.randn(obs.positions.shape, generator=self.generator)
+
+
+PINS = [(0, 10, 14), (2, 0, 3), (2, 100, 103), (1, 7, 8)]
+
+
+def protected(row: int, n: int) -> set[int]:
+    pinned = {p for b, start, stop in PINS if b == row for p in range(start, min(stop, n))}
+    return {*range(min(SINKS, n)), *range(max(0, n - RECENT), n), *pinned}
+
+
+def test_protected_tokens_survive_a_thousand_random_evictions_of_pages():
+    dice, rules = torch.Generator().manual_seed(0), (ALLOCATORS["uniform"], ALLOCATORS["adaptive"], ALLOCATORS["adaptive_global"])
+    seen, tokens = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, 1, 4)
+    pages = Pages.empty(torch.ones(3, 2, dtype=torch.int64), tokens, tokens, 0)
+    for step in range(1000):
+        new = torch.randint(0, 4, (3,), generator=dice)
+        positions = torch.where(torch.arange(3) < new[:, None], seen[:, None] + torch.arange(3), -1)
+        pages.append(tokens.expand(3, 2, 3, 4), tokens.expand(3, 2, 3, 4), positions)
+        seen += new
+        policy = Policy(Dice(dice), 20, rules[step % 3], num_sinks=SINKS, num_recent=RECENT)
+        slots = pages.slots()
+        obs = Observation(0, 1, seen, new, torch.empty(0), slots, torch.empty(0), new, 1.0)
+        target = Target([], policy, 0, torch.full((3,), 20), PINS, [])
+        pages.compact(policy.select([obs], [target.pinned(obs)])[0], step % 7)
+        for row, heads in enumerate(pages.slots().positions.tolist()):
+            assert all(protected(row, int(seen[row])) <= set(head) for head in heads)
+        assert (pages.lengths.sum(1) <= 2 * seen.clamp(max=20)).all()
+
+
+def test_protected_tokens_survive_random_evictions_of_a_cache_at_intervals():
+    model, rows = model_of("gemma3"), [prompt(n, seed=n)[0] for n in (30, 12, 21)]
+    ids, mask = left_padded(rows)
+    policy = Policy(Dice(torch.Generator().manual_seed(0)), 20, ALLOCATORS["adaptive"], num_sinks=SINKS, num_recent=RECENT, interval=3)
+    with attach(model):
+        cache = EvictionCache(policy, model)
+        for pin in PINS:
+            cache.pin(*pin)
+        for step in range(100):
+            model(ids, attention_mask=mask, cache=cache)
+            for positions in cache.kept_positions():
+                for row, heads in enumerate(positions.tolist()):
+                    assert all(protected(row, len(rows[row]) + step) <= set(head) for head in heads)
+            ids = prompt(1, rows=3, seed=step)
+            mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
 
 
 # ---- the table of cases
