@@ -122,7 +122,7 @@ def blocks_of(decoder: nn.Module) -> list[nn.Module]:
 
 
 def query_projection(layer: nn.Module) -> tuple[nn.Module, int] | None:
-    """The module of a self-attention whose first outputs are the queries, head by head, and how many those are; None where there is none."""
+    """The module of a self-attention whose first outputs are the queries, head by head, and how many those are; None if not found."""
     config, D = getattr(layer, "config", None), getattr(layer, "head_dim", None)
     if config is None or D is None:
         return None

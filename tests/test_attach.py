@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.llama import modeling_llama
 
 import learnkv
 from learnkv.budgets import ALLOCATORS
@@ -342,11 +344,23 @@ LATENT = SHAPE | dict(num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8, qk_r
 EXPERTS = dict(n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1)
 FOREIGN = {
     "soft-caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8)),
+    "later tokens": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, head_dim=8, use_bidirectional_attention=True)),
     "MLA": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT, **EXPERTS)),
     "sink logits": lambda: GptOssForCausalLM(GptOssConfig(**SHAPE, head_dim=8, num_local_experts=2, num_experts_per_tok=1)),
     "`self_attn`": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4)),
     "encoder-decoder": lambda: T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_ff=32, num_layers=1, num_heads=4, d_kv=8)),
 }
+
+
+def test_a_mask_that_lets_tokens_see_later_ones_is_refused(model, monkeypatch):
+    """As prefixes of images do; without an EvictionCache it is the model's own affair."""
+    sees_prefix = partial(modeling_llama.create_causal_mask, or_mask_function=lambda batch, head, q, kv: kv < 5)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", sees_prefix)
+    want = model(prompt(20)).logits
+    with attach(model):
+        assert torch.equal(model(prompt(20)).logits, want)
+        with pytest.raises(ValueError, match="a mask that is not causal"):
+            model(prompt(20), cache=EvictionCache(POLICY, model))
 
 
 @pytest.mark.parametrize("problem", FOREIGN)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from learnkv.budgets import ALLOCATORS, Allocator, PerHead, Threshold
 from learnkv.gates import GATES
@@ -158,7 +158,7 @@ def run(case: Case, rows: tuple[Tensor, ...], dtype: torch.dtype = torch.float32
         for step in range(1 + decoded):
             rope = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             out = model(ids, attention_mask=mask, position_ids=rope, cache=cache)
-            stages.append(Stage(out.logits[:, -1], cache.kept_positions(), torch.cat([*policy.given, torch.zeros(1)])))
+            stages.append(Stage(out.logits[:, -1], cache.kept_positions(), torch.cat(policy.given)))
             ids = prompt(1, seed=step).expand(len(rows), 1)
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
     return stages
@@ -187,6 +187,14 @@ def test_a_full_budget_is_the_plain_model_token_for_token(case):
     with attach(model):
         got = generate(model, ids, EvictionCache(policy_of(case, ALL), model), n=5, attention_mask=mask)
     assert torch.equal(got, plain_generation(case.model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plain_cache_inside_attach_is_the_plain_model_token_for_token(name):
+    model, (ids, mask) = model_of(name), left_padded(list(ROWS))
+    with attach(model):
+        got = generate(model, ids, DynamicCache(config=model.config), n=5, attention_mask=mask)
+    assert torch.equal(got, plain_generation(name))
 
 
 @every_case
@@ -276,9 +284,8 @@ def test_a_chunked_prefill_keeps_what_one_prefill_keeps_where_scores_never_chang
 
 
 def method_policy(method: str, budget: int, **rules: int) -> Policy:
-    """A method on the tiny Llama, with its authors' allocator."""
-    plain = policy_of(Case(method, METHODS[method].allocate, "llama"), ALL)
-    return replace(plain, budget=budget, **rules)
+    """A method on the tiny Llama, each head with the same budget."""
+    return replace(policy_of(Case(method, "uniform", "llama"), ALL), budget=budget, **rules)
 
 
 @pytest.mark.parametrize(
