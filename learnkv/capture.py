@@ -127,6 +127,20 @@ def evictable_layers(model: PreTrainedModel) -> list[int]:
     return [i for i, layer in enumerate(DynamicCache(config=model.config).layers) if type(layer) is DynamicLayer]
 
 
+def query_projection(layer: nn.Module) -> tuple[nn.Module, int] | None:
+    """The module of a self-attention whose first outputs are the queries, head by head, and how many those are; None if not found."""
+    config, D = getattr(layer, "config", None), getattr(layer, "head_dim", None)
+    if config is None or D is None:
+        return None
+    queries = config.num_attention_heads * D
+    keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * D
+    for name, width in {"q_proj": queries, "qkv_proj": queries + 2 * keys}.items():
+        projection = getattr(layer, name, None)
+        if projection is not None and getattr(projection, "out_features", width) == width:
+            return projection, queries
+    return None
+
+
 def stock_attention(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function that `module` would have called under `implementation`."""
     if implementation == "eager":

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.llama import modeling_llama
 
 import learnkv
+from learnkv.budgets import ALLOCATORS
 from learnkv.heuristics.h2o import H2O
 from learnkv.heuristics.key_diff import KeyDiff
 from learnkv.heuristics.snapkv import SnapKV
@@ -33,6 +36,7 @@ from learnkv.observation import Scorer
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach, evict
 from learnkv.runtime.cache import EvictionCache
+from tests.tiny_models import masked_logits, tiny
 
 SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 SPECIAL = dict(pad_token_id=0, eos_token_id=96, bos_token_id=1, initializer_range=0.2)
@@ -340,11 +344,23 @@ LATENT = SHAPE | dict(num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8, qk_r
 EXPERTS = dict(n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1)
 FOREIGN = {
     "soft-caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8)),
+    "later tokens": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, head_dim=8, use_bidirectional_attention=True)),
     "MLA": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT, **EXPERTS)),
     "sink logits": lambda: GptOssForCausalLM(GptOssConfig(**SHAPE, head_dim=8, num_local_experts=2, num_experts_per_tok=1)),
     "`self_attn`": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4)),
     "encoder-decoder": lambda: T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_ff=32, num_layers=1, num_heads=4, d_kv=8)),
 }
+
+
+def test_a_mask_that_lets_tokens_see_later_ones_is_refused(model, monkeypatch):
+    """As prefixes of images do; without an EvictionCache it is the model's own affair."""
+    sees_prefix = partial(modeling_llama.create_causal_mask, or_mask_function=lambda batch, head, q, kv: kv < 5)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", sees_prefix)
+    want = model(prompt(20)).logits
+    with attach(model):
+        assert torch.equal(model(prompt(20)).logits, want)
+        with pytest.raises(ValueError, match="a mask that is not causal"):
+            model(prompt(20), cache=EvictionCache(POLICY, model))
 
 
 @pytest.mark.parametrize("problem", FOREIGN)
@@ -361,6 +377,140 @@ def test_a_transformers_that_loses_the_handle_is_named(model):
         with pytest.raises(RuntimeError, match=r"transformers 5\.\d+"):
             model(prompt(20), cache=EvictionCache(POLICY, model))
         handle.remove()
+
+
+# ---- families of models and shapes of heads
+
+FAMILIES = {family: lambda family=family: tiny(family) for family in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3")}
+HEADS = {"MHA": (4, 4), "G=3": (6, 2), "G=4": (8, 2), "G=7": (14, 2), "G=8": (16, 2), "MQA": (4, 1)}
+
+
+def llama_of(heads, kv_heads):
+    """Its weights shrink as it widens, so that its logits are as large as the others'."""
+    shape = dict(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    return tiny("llama", **shape, initializer_range=0.2 * (4 / heads) ** 0.5)
+
+
+SERVED = FAMILIES | {name: lambda heads=heads: llama_of(*heads) for name, heads in HEADS.items()}
+READING = {  # everything that a scorer may ask of a model: queries, mass, queries before rotation
+    "snapkv": dict(allocate="adaptive"),
+    "h2o": dict(allocate="adaptive_global"),
+    "expected_attention": dict(allocate="uniform", future=8),
+}
+
+
+@pytest.mark.parametrize("served", SERVED)
+def test_every_family_under_a_full_budget_is_the_plain_model(served):
+    model = SERVED[served]()
+    ids, mask = padded(30, 7)
+    want = generate(model, ids, attention_mask=mask)
+    with attach(model):
+        for name, knobs in READING.items():
+            assert torch.equal(generate(model, ids, attention_mask=mask, cache=EvictionCache(METHODS[name](1000, **knobs), model)), want)
+
+
+@pytest.mark.parametrize("name", READING)
+@pytest.mark.parametrize("served", SERVED)
+def test_what_every_family_evicts_is_as_if_masked(served, name):
+    model, new = SERVED[served](), prompt(5, seed=2)
+    with attach(model):
+        cache = EvictionCache(METHODS[name](14, num_sinks=2, num_recent=4, **READING[name]), model)
+        model(prompt(40), cache=cache)
+        held = cache.kept_positions()
+        got = model(new, cache=cache).logits
+    assert all((positions >= 0).sum() < 40 * positions.shape[1] for positions in held)
+    torch.testing.assert_close(got, masked_logits(model, prompt(40), new, held), atol=1e-5, rtol=0)
+
+
+def test_queries_before_rotation_are_taken_from_a_fused_projection_too():
+    """A Phi-3 and a Llama of the same weights keep the same."""
+    fused, split = tiny("phi3"), tiny("llama")
+    for theirs, ours in zip(fused.model.layers, split.model.layers, strict=True):
+        attention, mlp = ours.self_attn, ours.mlp
+        parts = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
+        theirs.self_attn.qkv_proj.weight.copy_(torch.cat(parts))
+        theirs.self_attn.o_proj.weight.copy_(attention.o_proj.weight)
+        theirs.mlp.gate_up_proj.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        theirs.mlp.down_proj.weight.copy_(mlp.down_proj.weight)
+    fused.model.embed_tokens.weight.copy_(split.model.embed_tokens.weight)
+    held = []
+    for model in (fused, split):
+        with attach(model):
+            cache = EvictionCache(METHODS["expected_attention"](12, num_sinks=2, num_recent=4, future=8), model)
+            model(prompt(40), cache=cache)
+        held.append(torch.stack(cache.kept_positions()))
+    assert torch.equal(*held)
+
+
+def test_a_scorer_of_queries_before_rotation_names_a_model_whose_queries_it_cannot_find(model):
+    for block in model.model.layers:
+        block.self_attn.q_proj = torch.nn.Linear(32, 64)  # twice as wide: queries and gates, say
+    with pytest.raises(ValueError, match="ExpectedAttention reads queries before rotation, and LlamaForCausalLM projects them in a way"):
+        EvictionCache(METHODS["expected_attention"](24), model)
+    EvictionCache(METHODS["snapkv"](24), model)
+
+
+def test_a_model_of_sliding_windows_only_is_refused_by_name_and_runs_as_ever_without_an_eviction_cache():
+    model = tiny("mistral", sliding_window=8)
+    want = generate(model, prompt(30))
+    with pytest.raises(ValueError, match="MistralForCausalLM has sliding-window layers only"):
+        learnkv.evict(model, "snapkv", budget=24).__enter__()
+    with attach(model):
+        assert torch.equal(generate(model, prompt(30)), want)
+
+
+# ---- number types
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", READING)
+def test_under_autocast_a_full_budget_is_the_plain_model_and_a_small_one_is_held(model, name, dtype):
+    whole, cache = EvictionCache(METHODS[name](1000), model), EvictionCache(METHODS[name](24, **READING[name]), model)
+    with torch.autocast("cpu", dtype), attach(model):
+        assert torch.equal(model(prompt(40), cache=whole).logits, model(prompt(40)).logits)
+        assert generate(model, prompt(40), cache=cache).shape == (1, 48)
+    assert cache.lengths().sum() == 24 * 6
+
+
+@pytest.mark.parametrize("allocate", ["uniform", "adaptive_global"])
+def test_scorers_compute_without_autocast(model, allocate):
+    class Asking(Scorer):
+        memory_size = 1
+
+        def remember(self, obs):
+            autocast.append(torch.is_autocast_enabled("cpu"))
+            return obs.memory
+
+        def score(self, obs):
+            autocast.append(torch.is_autocast_enabled("cpu"))
+            return obs.positions.float()
+
+    autocast = []
+    cache = EvictionCache(Policy(Asking(), 12, ALLOCATORS[allocate], num_recent=4), model)
+    with torch.autocast("cpu", torch.bfloat16), attach(model):
+        generate(model, prompt(20), cache=cache)
+    assert autocast and not any(autocast)
+
+
+def test_a_forward_in_another_number_type_is_refused_with_both(model):
+    cache = EvictionCache(POLICY, model)
+    with attach(model):
+        model(prompt(20), cache=cache)
+        model.bfloat16()
+        with pytest.raises(ValueError, match="holds keys and values in float32 and float32, this forward brings bfloat16 and bfloat16"):
+            model(prompt(1), cache=cache)
+
+
+def test_a_cache_filled_in_inference_mode_says_that_it_goes_on_there_only(model):
+    cache = EvictionCache(POLICY, model)
+    with attach(model):
+        with torch.inference_mode():
+            model(prompt(20), cache=cache)
+        with pytest.raises(ValueError, match=r"filled inside torch.inference_mode\(\)"):
+            model(prompt(1), cache=cache)
+        with torch.inference_mode():
+            model(prompt(1), cache=cache)
+    assert cache.get_seq_length() == 21
 
 
 # ---- sliding-window layers stay transformers' own

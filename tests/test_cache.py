@@ -1,5 +1,6 @@
 """What an EvictionCache keeps, and that attention over it is what the plain model gives with the same tokens masked."""
 
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -25,6 +26,7 @@ from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many, together
 from learnkv.runtime.pages import PAGE
+from tests.tiny_models import masked_logits
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen": (Qwen3Config, Qwen3ForCausalLM)}
@@ -65,30 +67,6 @@ def policy(scorer=None, budget=12, allocate="uniform", **settings):
 
 def generate(model, ids, cache=None, n=8, **given):
     return model.generate(ids, cache=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False, **given)
-
-
-def masked_logits(model, ids, new, held):
-    """The plain model's logits of `new` after `ids`, where each layer's head attends to `held` of ids only; held[layer] [B, H, L]."""
-    seen, T = ids.shape[1], new.shape[1]
-    G = 4 // held[0].shape[1]
-
-    def visible(layer):
-        keep = torch.zeros(1, held[layer].shape[1], seen, dtype=torch.bool)
-        for h, positions in enumerate(held[layer][0]):
-            keep[0, h, positions[positions >= 0].long()] = True
-        old = keep[:, :, None].expand(-1, -1, T, -1)
-        own = torch.ones(T, T, dtype=torch.bool).tril().expand(1, keep.shape[1], T, T)
-        return torch.cat([old, own], -1).repeat_interleave(G, 1)
-
-    cache = model(ids, use_cache=True).cache
-    handles = []
-    for layer, block in enumerate(model.model.layers):
-        hook = lambda module, args, kwargs, layer=layer: (args, kwargs | {"attention_mask": visible(layer)})  # noqa: E731
-        handles.append(block.self_attn.register_forward_pre_hook(hook, with_kwargs=True))
-    logits = model(new, cache=cache).logits
-    for handle in handles:
-        handle.remove()
-    return logits
 
 
 # ---- results
@@ -441,6 +419,39 @@ def test_a_pin_on_evicted_tokens_is_refused(llama):
         cache.pin(1, 0, 2)
     with pytest.raises(ValueError, match="start < stop"):
         cache.pin(0, 8, 5)
+
+
+def test_pins_above_the_budget_stay_and_a_warning_says_so_once(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(StreamingLLM(), 14), llama)
+        cache.pin(0, 3, 20)
+        with pytest.warns(UserWarning, match="row 0 keeps 23 tokens in each head .* more than its budget of 14; pin fewer"):
+            llama(prompt(30), cache=cache)
+        with warnings.catch_warnings(action="error"):
+            llama(prompt(1), cache=cache)
+    assert cache.kept_positions()[0][0, 0].tolist() == [0, 1, *range(3, 20), *range(27, 31)]
+
+
+def test_pins_within_the_budget_are_no_matter_for_a_warning(llama):
+    """A pin over sinks, one twice, one of tokens to come, one in a row that lacks most of it: none counts twice, or at all."""
+    ids, mask = left_padded([prompt(n)[0] for n in (30, 9)])
+    with attach(llama), warnings.catch_warnings(action="error"):
+        cache = EvictionCache(policy(StreamingLLM(), 14), llama)
+        for pin in ((0, 0, 10), (0, 5, 10), (0, 40, 60), (1, 0, 20)):
+            cache.pin(*pin)
+        llama(ids, attention_mask=mask, cache=cache)
+    assert cache.lengths()[0].tolist() == [[14, 14], [9, 9]]
+
+
+def test_a_prompt_that_is_pinned_whole_is_kept_whole(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(budget=14), llama)
+        cache.pin(0, 0, 30)
+        with pytest.warns(UserWarning, match="budget of 14"):
+            got = llama(prompt(30), cache=cache).logits
+        want = llama(prompt(1, seed=2), cache=llama(prompt(30)).cache).logits
+        assert torch.equal(got, llama(prompt(30)).logits)
+        torch.testing.assert_close(llama(prompt(1, seed=2), cache=cache).logits, want, atol=1e-5, rtol=0)
 
 
 # ---- what is held

@@ -5,8 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
+from threading import RLock
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +21,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from learnkv import ops
-from learnkv.capture import attention_implementation, blocks_of, decoder_of, stock_attention, stock_mask
+from learnkv.capture import attention_implementation, blocks_of, decoder_of, query_projection, stock_attention, stock_mask
 from learnkv.policy import Policy
 from learnkv.runtime.cache import EvictionCache, broken_contract
-from learnkv.runtime.step import LayerState, ProbeStep, Step, running
+from learnkv.runtime.step import LayerState, ProbeStep, Step, as_typed, running
 
 NAME = "learnkv+"  # the model's own implementation follows
 
@@ -29,19 +33,47 @@ NAME = "learnkv+"  # the model's own implementation follows
 def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """`model` serves EvictionCache inside the block; with any other cache, or none, it gives its own results.
 
-    Hooks and attention are as they were afterwards, after an exception too.  Attached already, it stays so.
+    Hooks and attention are as they were afterwards, after an exception too.  Blocks may lie in each other and in several threads: the
+    last one to end restores the model.
     """
     decoder = decoder_of(model)
+    with lock:
+        attachment = attachments.get(decoder) or Attachment(make_ready(model, decoder))
+        attachments[decoder] = attachment
+        attachment.blocks += 1
+    try:
+        yield model
+    finally:
+        with lock:
+            attachment.blocks -= 1
+            if not attachment.blocks:
+                del attachments[decoder]
+                attachment.restore.close()
+
+
+@dataclass
+class Attachment:
+    """A model inside `attach`: what restores it, and the blocks that have not ended."""
+
+    restore: ExitStack
+    blocks: int = 0
+
+
+attachments: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
+lock = RLock()  # held while a model is made ready or restored
+
+
+def make_ready(model: PreTrainedModel, decoder: PreTrainedModel) -> ExitStack:
+    """Sets attention and hooks; what is returned takes them back.  A copy made of an attached model stays as it is."""
     before = decoder.config._attn_implementation
     if NAME in before:
-        yield model
-        return
+        return ExitStack()
     refuse_attention(model, decoder, before)
     with ExitStack() as stack:
         stack.enter_context(attention_implementation(decoder, NAME + before, partial(attention, before), partial(mask, before)))
         for handle in hooks(decoder):
             stack.callback(handle.remove)
-        yield model
+        return stack.pop_all()
 
 
 @contextmanager
@@ -49,11 +81,15 @@ def evict(model: PreTrainedModel, policy: Policy, positions: Literal["original",
     """attach, and each generate or forward that brings no cache gets a fresh EvictionCache of `policy`.
 
     The empty DynamicCache that generate makes for itself counts as none; so does an empty one of yours, unless you pass it to generate.
+    Of several blocks on one model the latest of the own thread counts; a thread without one goes by the latest of all.
     """
+    decoder = decoder_of(model)
+    block = decoder, object()
 
-    def inject(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def inject(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        mine = [other for other in entered.get() if other[0] is decoder]
         kwargs = by_name(decoder, args, kwargs)
-        if running.get() is None and brings_none(kwargs.get("cache")):
+        if (not mine or mine[-1] is block) and running.get() is None and brings_none(kwargs.get("cache")):
             if kwargs.get("use_cache") is False:
                 raise ValueError("use_cache=False leaves nothing to evict; drop it, or call the model outside `with learnkv.evict(...)`")
             kwargs |= {"cache": EvictionCache(policy, model, positions=positions), "use_cache": True}
@@ -61,9 +97,14 @@ def evict(model: PreTrainedModel, policy: Policy, positions: Literal["original",
 
     EvictionCache(policy, model, positions=positions)  # what a policy or model can't do is said here, not in the middle of generate
     with attach(model), ExitStack() as stack:
-        handle = decoder_of(model).register_forward_pre_hook(inject, with_kwargs=True, prepend=True)
+        handle = decoder.register_forward_pre_hook(inject, with_kwargs=True, prepend=True)
         stack.callback(handle.remove)
+        entered.set((*entered.get(), block))
+        stack.callback(lambda: entered.set(tuple(other for other in entered.get() if other is not block)))
         yield model
+
+
+entered: ContextVar[tuple[tuple[nn.Module, object], ...]] = ContextVar("learnkv_entered", default=())  # evict blocks of this thread
 
 
 def brings_none(cache: Cache | None) -> bool:
@@ -104,8 +145,10 @@ def hooks(decoder: PreTrainedModel) -> Iterator[RemovableHandle]:
         layer = block.get_submodule("self_attn")
         yield block.register_forward_pre_hook(enter_block, with_kwargs=True)
         yield layer.register_forward_pre_hook(partial(enter_attention, index), with_kwargs=True)
-        if hasattr(layer, "q_proj"):
-            yield layer.get_submodule("q_proj").register_forward_hook(partial(leave_query_projection, layer))
+        found = query_projection(layer)
+        if found is not None:
+            projection, width = found
+            yield projection.register_forward_hook(partial(leave_query_projection, layer, width))
 
 
 def by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict:
@@ -191,13 +234,13 @@ def enter_attention(index: int, layer: nn.Module, args: tuple, kwargs: dict) -> 
     return args, kwargs | {"learnkv": step}
 
 
-def leave_query_projection(layer: nn.Module, projection: nn.Module, args: tuple, output: Tensor) -> None:
-    """Queries before rotation, after the model's query norm where it has one, be it over a head or over all."""
+def leave_query_projection(layer: nn.Module, width: int, projection: nn.Module, args: tuple, output: Tensor) -> None:
+    """Queries before rotation, the first `width` outputs, after the model's query norm where it has one, be it over a head or over all."""
     step = running.get()
     if step is None or "queries_pre_rope" not in step.needs:
         return
     norm = getattr(layer, "q_norm", nn.Identity())
-    heads = output.detach().unflatten(-1, (-1, layer.head_dim))  # [B, T, Q, D]
+    heads = output.detach()[..., :width].unflatten(-1, (-1, layer.head_dim))  # [B, T, Q, D]
     over_all = getattr(getattr(norm, "weight", None), "shape", [layer.head_dim])[-1] != layer.head_dim
     heads = norm(heads.flatten(-2)).view_as(heads) if over_all else norm(heads)
     step.queries_pre_rope = heads.transpose(1, 2)
@@ -259,8 +302,9 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
         slots = state.held.slots()
         positions = step.positions.to(query.device)
         pages = slots.key_pages, slots.value_pages, slots.position_pages, slots.table
-        out = ops.attend(query, *pages, positions, scale, state.held.owner()).transpose(1, 2)
-    with torch.no_grad():
+        with as_typed(query.device):
+            out = ops.attend(query, *pages, positions, scale, state.held.owner()).transpose(1, 2)
+    with torch.no_grad(), as_typed(query.device):
         step.observe(state, query, scale)
     return out
 
@@ -282,7 +326,7 @@ def attend_probe(probe: ProbeStep, state: LayerState, module: nn.Module, query: 
     visible = torch.cat([held, lower_right(R, R, query.device).expand(1, H, R, R)], -1).repeat_interleave(Q // H, 1)
     keys, values = torch.cat([slots.keys, key], 2), torch.cat([slots.values, value], 2)
     out = sdpa_attention_forward(module, query, keys, values, visible, scaling=scale)[0]
-    with torch.no_grad():
+    with torch.no_grad(), as_typed(query.device):
         probe.observe(state, query, key)
     return out
 

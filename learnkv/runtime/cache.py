@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -22,13 +23,13 @@ from transformers.cache_utils import (
 )
 
 from learnkv import budgets
-from learnkv.capture import decoder_of, evictable_layers
+from learnkv.capture import blocks_of, decoder_of, evictable_layers, query_projection
 from learnkv.observation import Probe, Scorer
 from learnkv.policy import Policy
 from learnkv.runtime.memory import MemoryReport
 from learnkv.runtime.pages import Pages
 from learnkv.runtime.positions import frequencies_for
-from learnkv.runtime.step import LayerState, ProbeStep, Seat, Step, Target, over_budget, running
+from learnkv.runtime.step import LayerState, ProbeStep, Seat, Step, Target, as_typed, over_budget, running
 from learnkv.version import __version__
 
 TESTED = "5.24"  # the transformers whose way from cache.update to the attention function was read
@@ -158,7 +159,10 @@ class EvictionCache(Cache):
         return MemoryReport(self.lengths(), nbytes, self.num_seen.cpu(), total, max(self.peak, total))
 
     def pin(self, row: int, start: int, stop: int) -> None:
-        """Tokens start..stop - 1 of a row, counted over its real tokens, stay inside the budget until `reset`; they may be yet to come."""
+        """Tokens start..stop - 1 of a row, counted over its real tokens, stay inside the budget until `reset`; they may be yet to come.
+
+        Pins that a budget does not hold stay above it, and a warning says so once.
+        """
         if row < 0 or start < 0 or stop <= start:
             raise ValueError(f"pin(row={row}, start={start}, stop={stop}): give a row from 0, and 0 <= start < stop")
         if self.get_seq_length() and row >= len(self.num_seen):
@@ -175,6 +179,7 @@ class EvictionCache(Cache):
         self.budgets: list[Tensor | None] = [None for _ in self.policies]
         self.steps_since_prefill = 0
         self.pins: list[tuple[int, int, int]] = []
+        self.told_of_pins = False
         self.peak = 0
         self.step: Step | None = None
 
@@ -221,10 +226,17 @@ class EvictionCache(Cache):
     def begin(self, real: Tensor, rope: Tensor, token_ids: Tensor | None, attention_mask: Tensor | None) -> Step:
         """Opens a forward: real [B, T] bool, rope [B, T] RoPE positions, token_ids [B, T], attention_mask [B, columns + T]."""
         if self.step is not None:
-            raise ValueError("a forward with this EvictionCache stopped half way, so its layers differ; reset() it or use a clone")
+            raise ValueError(
+                "a forward with this EvictionCache stopped half way, so its layers differ; reset() it or use a clone from before"
+            )
         B, T = real.shape
         first = not self.get_seq_length() and not len(self.num_seen)
         seen, next_rope = (real.new_zeros(B, dtype=torch.int64) if first else x.to(real.device) for x in (self.num_seen, self.next_rope))
+        if not first and self.num_seen.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                "this EvictionCache was filled inside torch.inference_mode(), and torch lets nobody write on it outside; "
+                "go on inside it, or fill the cache under torch.no_grad()"
+            )
         if len(seen) != B:
             raise ValueError(f"this EvictionCache holds {len(seen)} rows and the forward has {B}; use a new cache, or reset() this one")
         step = Step(
@@ -267,7 +279,24 @@ class EvictionCache(Cache):
             return []
         if self.decodes_by_itself and not step.prefill:
             budget = budgets.resolve(policy.budget, step.num_seen)
+        self.tell_of_pins(policy, budget, step)
         return [self.target(policy, budget, self.states, step)]
+
+    def tell_of_pins(self, policy: Policy, budget: Tensor, step: Step) -> None:
+        """Warns, once until `reset`, where pins keep a row above its budget."""
+        rows = sorted({row for row, _, _ in self.pins if row < len(budget)})
+        for row in rows if not self.told_of_pins else []:
+            n = int(step.num_seen[row])
+            pins = [(start, min(stop, n)) for other, start, stop in self.pins if other == row]
+            kept = covered([(0, min(policy.num_sinks, n)), *pins, (max(0, n - policy.num_recent), n)])
+            if kept > budget[row]:
+                self.told_of_pins = True
+                warnings.warn(
+                    f"row {row} keeps {kept} tokens in each head for its pins, sinks and recent window, more than its budget of "
+                    f"{int(budget[row])}; pin fewer, or raise the budget",
+                    stacklevel=2,
+                )
+                return
 
     def target(self, policy: Policy, budget: Tensor, states: list[LayerState], step: Step) -> Target:
         return Target(states, policy, self.seat_of(policy), budget, self.pins, over_budget(self.states, step.num_new, budget, policy))
@@ -301,7 +330,8 @@ class EvictionCache(Cache):
             raise RuntimeError(broken_contract(f"the attention of evictable layers {missing}"))
         for seat, row, probe in step.probes:
             self.run_probe(model, ProbeStep(step, seat, row, probe))
-        step.select_waiting(self.states)
+        with as_typed(step.positions.device):
+            step.select_waiting(self.states)
         self.num_seen, self.next_rope, self.step = step.num_seen, step.next_rope, None
         self.peak = max(self.peak, step.peak)
 
@@ -333,6 +363,15 @@ def refuse_beyond_positions(model: PreTrainedModel, probe: Probe) -> None:
             f"a probe of {len(probe.token_ids)} rows after the prompt ends at position {end}, the model has {limit}; "
             "shorten the prompt, or take smaller probes (kvzip: chunk_size)"
         )
+
+
+def covered(spans: Sequence[tuple[int, int]]) -> int:
+    """How many numbers lie in some span start..stop - 1."""
+    total = end = 0
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def names(seats: Sequence[Seat]) -> str:
@@ -373,8 +412,19 @@ def bind(policies: Sequence[Policy | None], model: PreTrainedModel) -> list[Poli
     bound: dict[Scorer, Scorer] = {}
     for policy in policies:
         if policy is not None and policy.scorer not in bound:
+            refuse_needs(policy.scorer, model)
             bound[policy.scorer] = policy.scorer.bind(model)
     return [None if policy is None else replace(policy, scorer=bound[policy.scorer]) for policy in policies]
+
+
+def refuse_needs(scorer: Scorer, model: PreTrainedModel) -> None:
+    """Raises a ValueError where a scorer reads what learnkv can't take from this model."""
+    layers = [block.get_submodule("self_attn") for block in blocks_of(decoder_of(model))]
+    if "queries_pre_rope" in scorer.needs and any(query_projection(layer) is None for layer in layers):
+        raise ValueError(
+            f"{type(scorer).__name__} reads queries before rotation, and {type(model).__name__} projects them in a way that learnkv does "
+            "not know (neither q_proj nor qkv_proj with queries, keys and values side by side); take another method"
+        )
 
 
 class SharedPrefill(EvictionCache):

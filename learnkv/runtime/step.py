@@ -12,10 +12,15 @@ from torch import Tensor
 from learnkv import ops
 from learnkv.observation import Need, Observation, Probe, Scorer, Slots
 from learnkv.policy import Policy
-from learnkv.runtime.pages import Pages, pages_for
+from learnkv.runtime.pages import Pages, Pool, pages_for
 from learnkv.runtime.positions import RenumberedSlots
 
 running: ContextVar[Step | ProbeStep | None] = ContextVar("learnkv_running", default=None)
+
+
+def as_typed(device: torch.device) -> torch.autocast:
+    """Inside it float32 arithmetic is float32, whatever torch.autocast makes of the model's."""
+    return torch.autocast(device.type, enabled=False)
 
 
 @dataclass
@@ -172,6 +177,7 @@ class Step:
         if state.pages is None:
             counts = pages_for(self.num_new.to(keys.device) + 1)[:, None].expand(B, H)
             state.pages = Pages.empty(counts, keys, values, sum(seat.scorer.memory_size for seat in self.seats))
+        refuse_other_types(state.pages.pool, keys, values)
         append = state.pages.append if self.padded else state.pages.append_to_all
         self.state, self.new_slots = state, append(keys, values, positions)
         self.slots = self.seen(state.pages.slots())
@@ -285,6 +291,17 @@ class Step:
             state.queries = torch.cat([before, queries], 2).gather(2, last)
         else:
             state.queries = torch.cat([before[:, :, min(T, W) :], queries[:, :, max(0, T - W) :]], 2)
+
+
+def refuse_other_types(pool: Pool, keys: Tensor, values: Tensor) -> None:
+    """Raises a ValueError where a forward's keys or values are not of the type that the cache holds."""
+    held, new = (pool.keys.dtype, pool.values.dtype), (keys.dtype, values.dtype)
+    if held != new:
+        names = [" and ".join(str(dtype).removeprefix("torch.") for dtype in types) for types in (held, new)]
+        raise ValueError(
+            f"this EvictionCache holds keys and values in {names[0]}, this forward brings {names[1]}; "
+            "run all forwards of a cache in one type, all or none of them under torch.autocast"
+        )
 
 
 def show(obs: Observation, needs: frozenset[Need]) -> Observation:
