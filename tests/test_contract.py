@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations, product
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import NamedTuple
 
 import pytest
@@ -56,11 +59,21 @@ def made_gate(name: str, base: BaseModel) -> object:
     return gate(gate.Config(**GATE_CONFIGS.get(name, {})), base).eval()
 
 
+@cache
+def table_of(num_layers: int, num_heads: int) -> str:
+    """The file of a table of heads that are worth more and more."""
+    path = Path(mkdtemp()) / "heads.json"
+    path.write_text(json.dumps([[1 + layer + head for head in range(num_heads)] for layer in range(num_layers)]))
+    return str(path)
+
+
 # knob without a default -> its value for a method and a model
 KNOBS: dict[str, Callable[[str, BaseModel], object]] = {
     "tokenizer": lambda name, base: Letters(),
     "utility": lambda name, base: torch.rand(base.num_layers, base.num_kv_heads, 60, generator=torch.Generator().manual_seed(0)),
     "gate": made_gate,
+    "filters": lambda name, base: torch.randn(base.num_layers, base.num_kv_heads, base.head_dim, generator=torch.Generator().manual_seed(0)),
+    "table": lambda name, base: table_of(base.num_layers, base.num_kv_heads),
 }
 # small sizes, so that 40 tokens are many
 SETTINGS: dict[str, dict[str, object]] = {
@@ -68,6 +81,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "chunkkv": dict(chunk_size=5),
     "kvzip": dict(chunk_size=25),
     "expected_attention": dict(future=8),
+    "simlayerkv": dict(first=2, recent=6, threshold=0.3),
 }
 GATE_CONFIGS: dict[str, dict[str, object]] = {"kvp": dict(branch_width=6, width=10)}
 
@@ -119,7 +133,8 @@ def policy_of(case: Case, budget: int = BUDGET, num_recent: int = RECENT) -> Pol
     assert not unknown, f"{case.method} has no default for {', '.join(unknown)}: say in KNOBS of {__file__} how to make one"
     knobs = {knob: KNOBS[knob](case.method, base) for knob in METHODS[case.method].requires} | SETTINGS.get(case.method, {})
     rule = Threshold(-float("inf")) if (case.allocate, budget) == ("threshold", ALL) else SPLITS[case.allocate](base)
-    return METHODS[case.method](budget, allocate=rule, num_sinks=SINKS, num_recent=num_recent, **knobs)
+    made = METHODS[case.method](budget, num_sinks=SINKS, num_recent=num_recent, **knobs)
+    return replace(made, allocate=rule)  # of the method's own rule too, which may lie in a table
 
 
 class Stage(NamedTuple):
