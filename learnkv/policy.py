@@ -31,7 +31,7 @@ class Policy:
     budget: int | Ratio
     allocate: Allocator = field(default=budgets.uniform)
     num_sinks: int = 4
-    num_recent: int = 16
+    num_recent: int = 32
     interval: int = 1
 
     def __post_init__(self) -> None:

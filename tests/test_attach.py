@@ -178,7 +178,7 @@ def test_two_models_may_be_attached_at_once():
 
 
 def test_evict_gives_every_generate_a_fresh_cache(model):
-    with learnkv.evict(model, "snapkv", budget=24):
+    with learnkv.evict(model, "snapkv", budget=24, num_recent=8):
         outs = [generate(model, prompt(40), return_dict_in_generate=True) for _ in range(2)]
     for out in outs:
         assert isinstance(out.cache, learnkv.EvictionCache)
@@ -331,7 +331,7 @@ def test_embeddings_instead_of_tokens_work_unless_tokens_are_read(model):
         got = model(inputs_embeds=embeddings, cache=cache).logits
         assert torch.equal(got, model(prompt(20)).logits)
         with pytest.raises(ValueError, match="input_ids, not inputs_embeds"):
-            model(inputs_embeds=embeddings, cache=EvictionCache(METHODS["keep_rare"](24), model))
+            model(inputs_embeds=embeddings, cache=EvictionCache(METHODS["keep_rare"](24, num_recent=8), model))
 
 
 def test_a_cache_for_another_model_is_refused(model):
@@ -446,15 +446,15 @@ def test_a_scorer_of_queries_before_rotation_names_a_model_whose_queries_it_cann
     for block in model.model.layers:
         block.self_attn.q_proj = torch.nn.Linear(32, 64)  # twice as wide: queries and gates, say
     with pytest.raises(ValueError, match="ExpectedAttention reads queries before rotation, and LlamaForCausalLM projects them in a way"):
-        EvictionCache(METHODS["expected_attention"](24), model)
-    EvictionCache(METHODS["snapkv"](24), model)
+        EvictionCache(METHODS["expected_attention"](40), model)
+    EvictionCache(METHODS["snapkv"](40), model)
 
 
 def test_a_model_of_sliding_windows_only_is_refused_by_name_and_runs_as_ever_without_an_eviction_cache():
     model = tiny("mistral", sliding_window=8)
     want = generate(model, prompt(30))
     with pytest.raises(ValueError, match="MistralForCausalLM has sliding-window layers only"):
-        learnkv.evict(model, "snapkv", budget=24).__enter__()
+        learnkv.evict(model, "snapkv", budget=24, num_recent=8).__enter__()
     with attach(model):
         assert torch.equal(generate(model, prompt(30)), want)
 
@@ -465,7 +465,7 @@ def test_a_model_of_sliding_windows_only_is_refused_by_name_and_runs_as_ever_wit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", READING)
 def test_under_autocast_a_full_budget_is_the_plain_model_and_a_small_one_is_held(model, name, dtype):
-    whole, cache = EvictionCache(METHODS[name](1000), model), EvictionCache(METHODS[name](24, **READING[name]), model)
+    whole, cache = EvictionCache(METHODS[name](1000), model), EvictionCache(METHODS[name](24, num_recent=8, **READING[name]), model)
     with torch.autocast("cpu", dtype), attach(model):
         assert torch.equal(model(prompt(40), cache=whole).logits, model(prompt(40)).logits)
         assert generate(model, prompt(40), cache=cache).shape == (1, 48)

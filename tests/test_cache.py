@@ -571,7 +571,7 @@ def test_equal_scorers_are_asked_once_for_all_their_policies(llama):
 def test_every_method_runs_with_every_allocator(llama, name):
     for allocate in ALLOCATORS:
         with attach(llama):
-            cache = EvictionCache(METHODS[name](24, allocate=allocate, interval=2), llama)
+            cache = EvictionCache(METHODS[name](24, allocate=allocate, num_recent=8, interval=2), llama)
             generate(llama, prompt(40, rows=2), cache, n=5)
         assert cache.lengths().sum((0, 2)).tolist() == [24 * 6] * 2
 

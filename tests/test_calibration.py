@@ -84,7 +84,7 @@ def test_a_file_without_filters_is_named(tmp_path, content):
 
 def test_filters_of_another_model_are_refused_when_the_cache_is_made():
     with pytest.raises(ValueError, match="filters are of 2 layers x 1 KV heads x 16, the model has 3 x 2 x 8; calibrate"):
-        EvictionCache(Policy(QFilter(query_filters(gemma(), texts(20))), 32), tiny_model())
+        EvictionCache(Policy(QFilter(query_filters(gemma(), texts(20))), 64), tiny_model())
 
 
 def test_qfilter_runs_by_name_calibrated_on_the_spot_or_from_a_file(tmp_path):
@@ -95,3 +95,12 @@ def test_qfilter_runs_by_name_calibrated_on_the_spot_or_from_a_file(tmp_path):
     assert torch.equal(one, two)
     rows = compare(model, tokenizer, [short_prompt()], plan(contenders, [0.3]))
     assert [row.allocator for row in rows if row.scorer == "qfilter"] == ["uniform", "adaptive"]
+
+
+def test_rows_of_another_file_of_filters_are_other_rows(tmp_path):
+    model, tokenizer, hashes = tiny_model(), letter_tokenizer(), []
+    filters = query_filters(model, calibration_texts(model, tokenizer))
+    for each in (filters, -filters):
+        save_filters(each, tmp_path / "filters.safetensors")
+        hashes.append(contenders_of([f"qfilter(filters={tmp_path}/filters.safetensors)"], model, tokenizer)[-1].gate)
+    assert all(hashes) and hashes[0] != hashes[1]

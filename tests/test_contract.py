@@ -72,7 +72,9 @@ KNOBS: dict[str, Callable[[str, BaseModel], object]] = {
     "tokenizer": lambda name, base: Letters(),
     "utility": lambda name, base: torch.rand(base.num_layers, base.num_kv_heads, 60, generator=torch.Generator().manual_seed(0)),
     "gate": made_gate,
-    "filters": lambda name, base: torch.randn(base.num_layers, base.num_kv_heads, base.head_dim, generator=torch.Generator().manual_seed(0)),
+    "filters": lambda name, base: torch.randn(
+        base.num_layers, base.num_kv_heads, base.head_dim, generator=torch.Generator().manual_seed(0)
+    ),
     "table": lambda name, base: table_of(base.num_layers, base.num_kv_heads),
 }
 # small sizes, so that 40 tokens are many

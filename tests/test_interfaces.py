@@ -20,7 +20,11 @@ from learnkv.runtime.attach import attach, evict
 from learnkv.runtime.cache import EvictionCache
 from tests.tiny_models import generate, prompt, tiny
 
-POLICIES = [METHODS["snapkv"](24), METHODS["h2o"](24, allocate="adaptive"), METHODS["random"](24, allocate="adaptive_global")]
+POLICIES = [
+    METHODS["snapkv"](24, num_recent=8),
+    METHODS["h2o"](24, allocate="adaptive", num_recent=8),
+    METHODS["random"](24, allocate="adaptive_global", num_recent=8),
+]
 GREEDY = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False)
 
 pytestmark = pytest.mark.usefixtures("no_grad")

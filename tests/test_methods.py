@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ MODEL = LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2))  # what a 
 
 def make(name: str, budget: int | Ratio = 24, **knobs: object) -> Policy:
     given = {knob: REQUIRED[knob] for knob in METHODS[name].requires}
-    return methods.policy(name, budget, **given, **knobs)
+    return methods.policy(name, budget, **{"num_recent": 16, **given, **knobs})
 
 
 RULES = [(name, rule) for name in HEURISTICS for rule in ([None] if isinstance(METHODS[name], TableMethod) else ALLOCATORS)]
@@ -59,7 +59,7 @@ def test_every_heuristic_runs_under_every_allocator_and_keeps_the_budget(name, a
         if "mass" in scorer.needs:
             object.__setattr__(obs, "mass", torch.rand(obs.positions.shape))
         layers.append(with_memory(obs, scorer.remember(obs)) if scorer.memory_size else obs)
-    keeps = Policy(scorer, policy.budget, policy.allocate).select(layers)
+    keeps = replace(policy, scorer=scorer).select(layers)
     assert sum(int(keep.sum()) for keep in keeps) == 2 * 2 * 24
 
 

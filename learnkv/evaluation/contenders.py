@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -33,7 +36,7 @@ class Contender:
 
     line         the table's line; several training runs of one recipe share theirs
     method       the entry without its path; `scorer` and `allocator` are its parts
-    run, gate    folder and hash of a gate, "" without weights
+    run, gate    folder and hash of a gate; of a file that a knob names the hash alone; "" without either
     policy       scorer and budget rules; budget and, for the oracle, scorer are set per cell
     """
 
@@ -76,7 +79,9 @@ def open_entry(entry: Entry, model: PreTrainedModel, tokenizer: Tokenizer, num_s
     if entry.name in ("full", "oracle"):
         return [control(entry, num_sinks, num_recent)]
     policy = heuristic(entry, model, tokenizer, num_sinks, num_recent)
-    return [Contender(str(entry), entry.method, entry.name, name_of(policy.allocate), "", "", policy)]
+    filters = dict(entry.knobs).get("filters", "")
+    content = sha256(Path(str(filters)).read_bytes()).hexdigest()[:16] if filters else ""
+    return [Contender(str(entry), entry.method, entry.name, name_of(policy.allocate), "", content, policy)]
 
 
 def control(entry: Entry, num_sinks: int, num_recent: int) -> Contender:
@@ -98,11 +103,16 @@ def heuristic(entry: Entry, model: PreTrainedModel, tokenizer: Tokenizer, num_si
     if "tokenizer" in requires:
         knobs["tokenizer"] = tokenizer
     if "filters" in requires and "filters" not in knobs:
-        knobs["filters"] = query_filters(model, calibration_texts(model, tokenizer))
+        if model not in CALIBRATED:
+            CALIBRATED[model] = query_filters(model, calibration_texts(model, tokenizer))
+        knobs["filters"] = CALIBRATED[model]
     try:
         return methods.policy(entry.name, WHOLE, allocate=entry.allocator or None, **knobs)
     except ValueError as error:
         raise ValueError(f"method {entry}: {error}") from error
+
+
+CALIBRATED: WeakKeyDictionary[PreTrainedModel, Tensor] = WeakKeyDictionary()  # filters of the models at hand, some seconds' work each
 
 
 def open_gates(entry: Entry, model: PreTrainedModel, num_sinks: int, num_recent: int) -> list[Contender]:

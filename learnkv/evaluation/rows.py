@@ -24,7 +24,7 @@ class Cell:
     num_tokens                       tokens of the context, which is what may be evicted
     line                             the line of the table that the row belongs to
     method, scorer, allocator        `snapkv(kernel_size=5)+adaptive`, `snapkv`, `adaptive`
-    run, gate                        folder and hash of a gate, "" for a method without weights; several runs of a line are training seeds
+    run, gate                        folder and hash of a gate, or the hash of a method's file; several runs of a line are training seeds
     budget, budget_form              a fraction of the context ("ratio") or tokens per KV head ("tokens")
     question_in_prefix               whether the question was there when tokens were evicted
     prefill                          "one-shot", or "chunked"
