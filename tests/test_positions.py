@@ -141,4 +141,4 @@ def test_scorers_see_the_keys_that_attention_sees():
 )
 def test_what_can_not_be_renumbered_is_refused_by_name(scorer, positions, says):
     with pytest.raises(ValueError, match=says):
-        EvictionCache(Policy(scorer, 30, budgets.uniform), tiny(1), positions=positions)
+        EvictionCache(Policy(scorer, 64, budgets.uniform), tiny(1), positions=positions)
