@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -32,11 +33,16 @@ def select(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
     count      [...] int64
     returns    [..., L] bool
     """
-    late_first = positions.argsort(dim=-1, descending=True, stable=True)
-    order = late_first.gather(-1, scores.gather(-1, late_first).argsort(dim=-1, descending=True, stable=True))
+    order = ranking_keys(scores, positions).argsort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, rank < count[..., None])
     return chosen & (scores > float("-inf"))
+
+
+def ranking_keys(scores: Tensor, positions: Tensor) -> Tensor:
+    """[..., L] int64 that order as (score, position) do: a float's bits order as its value, those of negative ones the other way round."""
+    bits = (scores + 0.0).contiguous().view(torch.int32)  # 0.0 in the place of -0.0
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * (1 << 32) + positions
 
 
 BLOCK_ELEMENTS = 1 << 21  # logits held at once: 8 MiB of float32, near a core's cache
@@ -101,8 +107,12 @@ def column_mass(
         weights = logits.softmax(-1)
         if blind[..., rows].any():
             weights = weights.masked_fill(blind[:, :, None, rows, None], 0)
-        mass = REDUCE[over_group](weights, 2)  # [B, H, t, L]
-        out = torch.maximum(out, mass.amax(2)) if over_queries == "max" else out + mass.sum(2)
+        if over_queries == "max":
+            out = torch.maximum(out, REDUCE[over_group](weights, 2).amax(2))
+        elif over_group == "max":
+            out += weights.amax(2).sum(2)
+        else:
+            out += weights.sum((2, 3)) / (weights.shape[2] if over_group == "mean" else 1)
     if over_queries == "mean":
         out = out / (query_positions >= 0).sum(-1).clamp(min=1)[:, None, None]
     return out
@@ -147,6 +157,8 @@ def attend(
         key_pages, value_pages, position_pages = key_pages[pages], value_pages[pages], position_pages[pages]
         owner = torch.arange(len(counts), device=table.device).repeat_interleave(counts)
     H, (N, P) = table.shape[1], position_pages.shape
+    if B * Q * T * N * P <= FEW_LOGITS:
+        return attend_at_once(queries, key_pages, value_pages, position_pages, owner, query_positions, H, scale)
     head = owner.clamp(min=0)
     grouped = queries.reshape(B * H, Q // H, T, D).float() * scale
     keys, values = key_pages.float(), value_pages.float()
@@ -159,6 +171,30 @@ def attend(
         logits = (keys @ q.flatten(1, 2)[head].mT).unflatten(2, q.shape[1:3])  # [N, P, G, t]; this way round small products are fast
         blocks.append(segment_softmax_sum(logits.masked_fill_(~seen[:, :, None], float("-inf")), values, head, B * H))
     return torch.cat(blocks, 2).view(B, Q, T, D).to(queries.dtype)
+
+
+FEW_LOGITS = 1 << 16  # for so few, of all queries with all slots, one masked product is faster than one per page
+
+
+def attend_at_once(
+    queries: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    position_pages: Tensor,
+    owner: Tensor,
+    query_positions: Tensor,
+    num_heads: int,
+    scale: float,
+) -> Tensor:
+    """`attend` as one attention of all queries over all slots, other heads' masked."""
+    B, Q, T, D = queries.shape
+    heads = torch.arange(B * num_heads, device=owner.device).view(B, num_heads, 1, 1, 1)
+    seen = (position_pages >= 0) & (position_pages <= query_positions[:, None, :, None, None])  # [B, 1, T, N, P]
+    seen = (seen & (owner[:, None] == heads)).flatten(3)  # [B, H, T, S]
+    seen = seen[:, :, None].expand(-1, -1, Q // num_heads, -1, -1).reshape(1, 1, B * Q * T, -1)
+    dtype = torch.promote_types(key_pages.dtype, value_pages.dtype)
+    q, k, v = (x.reshape(1, 1, -1, D).to(dtype) for x in (queries, key_pages, value_pages))
+    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale).view(B, Q, T, D).to(queries.dtype)
 
 
 def segment_softmax_sum(logits: Tensor, values: Tensor, head: Tensor, num_heads: int) -> Tensor:

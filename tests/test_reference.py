@@ -126,6 +126,17 @@ def test_select_takes_the_highest_and_of_equals_the_later():
     assert ops.select(scores, positions, torch.tensor([9, 0])).tolist() == [[1, 1, 1, 0, 1], [0, 0, 0, 0, 0]]
 
 
+def test_select_orders_by_score_then_position_then_place_whatever_the_signs():
+    values = torch.tensor([-torch.inf, -3e38, -2.5, -1e-40, -0.0, 0.0, 1e-40, 1.0, 7.5, 3e38, torch.inf])
+    scores = values[torch.randint(len(values), (4, 60))]
+    positions = torch.randint(-1, 9, (4, 60), dtype=torch.int32)
+    kept = ops.select(scores, positions, torch.full((4,), 25))
+    for row in range(4):
+        found = [i for i in range(60) if scores[row, i] > -torch.inf]
+        best = sorted(found, key=lambda i: (-float(scores[row, i]), -int(positions[row, i]), i))[:25]
+        assert kept[row].nonzero()[:, 0].tolist() == sorted(best)
+
+
 @pytest.mark.parametrize("L", [1, 63])
 def test_select_keeps_exactly_count_of_distinct_scores(L):
     scores, positions = torch.randn(3, 2, L), torch.arange(L, dtype=torch.int32).expand(3, 2, L)

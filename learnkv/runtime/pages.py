@@ -103,9 +103,10 @@ class Pages:
 
     table    [B, H, pages] int32, -1 past a head's last page; never written in place
     lengths  [B, H] int64 slots held
-    runs     whether each head's pages lie in one run, equally many for all, in order of the heads, from page 0 on
-    equal    the length of all heads where it is one, else None; as `room` known without asking the device
+    runs     whether each head's pages lie in one run, in order of the heads, from page 0 on
+    equal    the length of all heads where they have one, and equally many pages, else None; as `room` known without asking the device
     room     tokens that every head takes before it needs another page
+    first    [B, H, 1] int64 where the first slot of each head lies among all slots
     """
 
     pool: Pool
@@ -114,6 +115,7 @@ class Pages:
     runs: bool = False
     equal: int | None = field(init=False)
     room: int = field(init=False)
+    first: Tensor = field(init=False)
     owned: tuple[Tensor, int, Tensor | None] | None = field(init=False, default=None)  # a table, and what it says of so many pages
 
     def __post_init__(self) -> None:
@@ -122,8 +124,9 @@ class Pages:
 
     def measure(self) -> None:
         """Looks at table and lengths, one of which has changed."""
+        self.first = self.table[..., :1].long() * PAGE  # [B, H, 1] where the first slot of each head lies
         longest, shortest = int(self.lengths.max()), int(self.lengths.min())
-        self.equal = longest if longest == shortest else None
+        self.equal = longest if longest == shortest and bool((self.table >= 0).all()) else None
         self.room = int((self.counts * PAGE - self.lengths).min())
 
     @classmethod
@@ -133,7 +136,7 @@ class Pages:
         column = torch.arange(max(1, int(counts.max())), device=keys.device)
         table = torch.where(column < counts[..., None], start + column, -1).int()
         pool = Pool.empty(int(counts.sum()), keys, values, memory_size)
-        return cls(pool, table, torch.zeros_like(counts), runs=table.numel() == len(pool.keys))
+        return cls(pool, table, torch.zeros_like(counts), runs=True)
 
     @property
     def counts(self) -> Tensor:
@@ -159,6 +162,8 @@ class Pages:
 
     def places(self, slots: Tensor) -> Tensor:
         """slots [B, H, S] -> [B, H, S] int64 rows of the flattened pages; meaningless past a head's last page."""
+        if self.runs:
+            return self.first + slots
         return self.table.gather(2, slots // PAGE).long() * PAGE + slots % PAGE
 
     def owner(self) -> Tensor | None:
@@ -191,7 +196,7 @@ class Pages:
     def append_to_all(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         """`append` where nothing is padding: as many tokens for every head, so that decoding asks the device nothing."""
         T = keys.shape[2]
-        slots = self.lengths[..., None] + torch.arange(T, device=keys.device)
+        slots = self.lengths[..., None] if T == 1 else self.lengths[..., None] + torch.arange(T, device=keys.device)
         with self.pool.lock:
             if self.pool.shared or self.room < T:
                 self.reserve(self.lengths + T)

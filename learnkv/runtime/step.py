@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, get_args
@@ -18,9 +19,9 @@ from learnkv.runtime.positions import RenumberedSlots
 running: ContextVar[Step | ProbeStep | None] = ContextVar("learnkv_running", default=None)
 
 
-def as_typed(device: torch.device) -> torch.autocast:
+def as_typed(device: torch.device) -> AbstractContextManager:
     """Inside it float32 arithmetic is float32, whatever torch.autocast makes of the model's."""
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 @dataclass
@@ -36,6 +37,7 @@ class LayerState:
     pages: Pages | None = None
     queries: Tensor | None = None
     columns: int = 0
+    counted: tuple[object, int] = ((), 0)  # what the bytes hang on, and the bytes
 
     @property
     def held(self) -> Pages:
@@ -48,7 +50,13 @@ class LayerState:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+        """Bytes of all storages, added up again only where one of them is another."""
+        if self.pages is None or self.queries is None:
+            return sum(t.untyped_storage().nbytes() for t in self.tensors())
+        now = self.pages.pool.keys.data_ptr(), len(self.pages.pool.keys), self.pages.table.shape, self.queries.shape
+        if self.counted[0] != now:
+            self.counted = now, sum(t.untyped_storage().nbytes() for t in self.tensors())
+        return self.counted[1]
 
     def clone(self) -> LayerState:
         """The same; pages are shared until one of the two writes on them."""
