@@ -157,19 +157,21 @@ def attend(
         key_pages, value_pages, position_pages = key_pages[pages], value_pages[pages], position_pages[pages]
         owner = torch.arange(len(counts), device=table.device).repeat_interleave(counts)
     H, (N, P) = table.shape[1], position_pages.shape
-    if B * Q * T * N * P <= FEW_LOGITS:
+    if B == 1 and Q * T * N * P <= FEW_LOGITS and int(owner.min()) >= 0:
         return attend_at_once(queries, key_pages, value_pages, position_pages, owner, query_positions, H, scale)
-    head = owner.clamp(min=0)
+    head = torch.where(owner < 0, B * H, owner)  # free pages belong to a head of their own: a NaN in them is nobody's
+    row = head.clamp(max=B * H - 1) // H
     grouped = queries.reshape(B * H, Q // H, T, D).float() * scale
+    grouped = torch.cat([grouped, torch.zeros_like(grouped[:1])])
     keys, values = key_pages.float(), value_pages.float()
     used = (position_pages >= 0) & (owner >= 0)[:, None]  # [N, P]
     step = max(1, BLOCK_ELEMENTS // (N * (Q // H) * max(P, D)))
     blocks = []
     for start in range(0, T, step):
-        q = grouped[:, :, start : start + step]  # [B * H, G, t, D]
-        seen = used[..., None] & (position_pages[..., None] <= query_positions[head // H][:, None, start : start + step])  # [N, P, t]
+        q = grouped[:, :, start : start + step]  # [B * H + 1, G, t, D]
+        seen = used[..., None] & (position_pages[..., None] <= query_positions[row][:, None, start : start + step])  # [N, P, t]
         logits = (keys @ q.flatten(1, 2)[head].mT).unflatten(2, q.shape[1:3])  # [N, P, G, t]; this way round small products are fast
-        blocks.append(segment_softmax_sum(logits.masked_fill_(~seen[:, :, None], float("-inf")), values, head, B * H))
+        blocks.append(segment_softmax_sum(logits.masked_fill_(~seen[:, :, None], float("-inf")), values, head, B * H + 1)[:-1])
     return torch.cat(blocks, 2).view(B, Q, T, D).to(queries.dtype)
 
 
@@ -186,15 +188,15 @@ def attend_at_once(
     num_heads: int,
     scale: float,
 ) -> Tensor:
-    """`attend` as one attention of all queries over all slots, other heads' masked."""
-    B, Q, T, D = queries.shape
-    heads = torch.arange(B * num_heads, device=owner.device).view(B, num_heads, 1, 1, 1)
-    seen = (position_pages >= 0) & (position_pages <= query_positions[:, None, :, None, None])  # [B, 1, T, N, P]
-    seen = (seen & (owner[:, None] == heads)).flatten(3)  # [B, H, T, S]
-    seen = seen[:, :, None].expand(-1, -1, Q // num_heads, -1, -1).reshape(1, 1, B * Q * T, -1)
+    """`attend` of one row as one attention of all queries over all slots, other heads' masked."""
+    _, Q, T, D = queries.shape
+    heads = torch.arange(num_heads, device=owner.device)[:, None, None, None]
+    seen = (position_pages >= 0) & (position_pages <= query_positions[0, :, None, None])  # [T, N, P]
+    seen = (seen & (owner[:, None] == heads)).flatten(2)  # [H, T, S]
+    seen = seen[:, None].expand(-1, Q // num_heads, -1, -1).reshape(1, 1, Q * T, -1)
     dtype = torch.promote_types(key_pages.dtype, value_pages.dtype)
     q, k, v = (x.reshape(1, 1, -1, D).to(dtype) for x in (queries, key_pages, value_pages))
-    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale).view(B, Q, T, D).to(queries.dtype)
+    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale).view(1, Q, T, D).to(queries.dtype)
 
 
 def segment_softmax_sum(logits: Tensor, values: Tensor, head: Tensor, num_heads: int) -> Tensor:

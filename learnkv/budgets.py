@@ -197,8 +197,8 @@ class PerHead:
             raise ValueError(f"{path} is no file; give a table of heads, .json or .safetensors, one row of numbers per layer")
         try:
             rows = load_file(path)["heads"].tolist() if path.suffix == ".safetensors" else json_table(json.loads(path.read_text()))
-            found = cls(tuple(tuple(float(x) for x in row) for row in rows))
-        except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+            found = cls(tuple(tuple(number(x) for x in row) for row in rows))
+        except (SafetensorError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no table of heads ({error}); give rows of numbers, one row per layer") from error
         return replace(found, beta=beta)
 
@@ -248,7 +248,14 @@ def json_table(values: object) -> list[list[float]]:
 
 
 def mean(scores: float | list[float]) -> float:
-    return sum(scores) / len(scores) if isinstance(scores, list) else scores
+    return sum(map(number, scores)) / len(scores) if isinstance(scores, list) else scores
+
+
+def number(x: object) -> float:
+    """x as a float; raises TypeError for what is no number."""
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        raise TypeError(f"{x!r} is no number")
+    return float(x)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,9 @@ def query_filters(model: PreTrainedModel, texts: Sequence[Tensor]) -> Tensor:
 
     Differs: the vector is found as the first eigenvector of Q'Q, summed in float64 over texts, so that no queries are kept.
     """
-    if not texts:
+    if not any(len(ids) for ids in texts):
         raise ValueError("filters are calibrated on texts, and none was given; calibration_texts(model, tokenizer) has some")
+    texts = [ids.long() for ids in texts if len(ids)]
     with capture(model, {"queries"}) as taken:
         sums = [query_sums(model, ids, taken.queries) for ids in texts]
     squares, total = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))

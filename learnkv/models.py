@@ -18,10 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils import logging
 
 from learnkv import assets
-from learnkv.capture import evictable_layers
-from learnkv.geometry import kv_shape
+from learnkv.geometry import kv_shape, removable_frequencies
 from learnkv.names import nearest, unknown
-from learnkv.rope import rotary_frequencies, turn_back
 
 
 @dataclass(frozen=True)
@@ -189,30 +187,8 @@ def describe(model: PreTrainedModel) -> BaseModel:
         num_query_heads=config.num_attention_heads,
         head_dim=head_dim,
         hidden_size=config.hidden_size,
-        frequencies=removable_frequencies(model, evictable_layers(model)),
+        frequencies=removable_frequencies(model),
     )
-
-
-@torch.no_grad()
-def removable_frequencies(model: PreTrainedModel, layers: Sequence[int]) -> tuple[float, ...]:
-    """The model's RoPE frequencies, or () where `turn_back` does not take its RoPE off (interleaved pairs, layers without RoPE).
-
-    Tried on one token many times over: whatever layers do to it, they do at every position alike, so that its keys are equal
-    before RoPE, and equal again once it is off.
-    """
-    frequencies = rotary_frequencies(model)[0].to(model.device)
-    if not len(frequencies):
-        return ()
-    ids = torch.full((1, 40), model.config.get_text_config().vocab_size // 2, device=model.device)
-    cache = model(ids, use_cache=True).cache
-    keys = torch.stack([cache.layers[i].keys[0].float() for i in layers])  # [layers, H, 40, D]
-    angle = torch.arange(40, device=model.device)[:, None] * frequencies
-    turned = turn_back(keys, angle.cos(), angle.sin())
-    apart = (turned - turned[:, :, :1]).abs().amax((1, 2, 3)) / turned.abs().amax((1, 2, 3)).clamp(min=1e-6)
-    return tuple(frequencies.tolist()) if (apart < MOST_APART).all() else ()
-
-
-MOST_APART = 0.06  # of the largest key; bfloat16 rounding stays below, another rotation does not
 
 
 def weights_hash(model: torch.nn.Module) -> str:

@@ -23,6 +23,11 @@ def rotary_frequencies(model: nn.Module) -> tuple[Tensor, float]:
     return torch.zeros(0), 1.0
 
 
+def changes_with_length(model: nn.Module) -> bool:
+    """Whether the model's frequencies hang on how long its input is."""
+    return any(getattr(module, "rope_type", "") in ("dynamic", "longrope") for module in model.modules())
+
+
 def turn_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., D] float32 turned back by angles of which cos and sin are given, [..., R / 2]; dimensions from R on do not rotate."""
     half = cos.shape[-1]

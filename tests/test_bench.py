@@ -38,6 +38,11 @@ def test_a_python_without_kvpress_is_named_with_its_last_word():
         speed.beside_kvpress(tiny_model(), BenchSettings(kvpress=sys.executable))
 
 
+def test_a_program_that_is_no_python_is_named():
+    with pytest.raises(ValueError, match=r"bench\.kvpress=/bin/true gave no figures but 'nothing'"):
+        speed.beside_kvpress(tiny_model(), BenchSettings(kvpress="/bin/true"))
+
+
 def test_the_fastest_turn_counts_and_the_first_does_not():
     seconds = iter([0, 0, 0, 5, 5, 7, 7, 8])  # begin and end of each turn: 0, 5, 2, 1
     with pytest.MonkeyPatch.context() as patched:
@@ -73,6 +78,9 @@ def test_a_stream_longer_than_the_texts_at_hand_is_refused():
         (["runtime", "bench.kept=2"], "fraction of tokens kept"),
         (["runtime", "bench.token=3"], "num_tokens"),
         (["runtime", "bench.kvpress=/no/python"], "is no program"),
+        (["runtime", "bench.stream_budget=1"], "budget=1 is smaller"),
+        (["stream", "stream.budget=1"], "budget=1 is smaller"),
+        (["stream", "stream.num_tokens=1"], "stream.num_tokens=1 must be 2 or more"),
         (["stream", "stream.chunk=0"], "stream.chunk=0 must be 1 or more"),
     ],
 )

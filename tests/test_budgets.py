@@ -245,9 +245,11 @@ def test_a_table_is_read_from_safetensors(tmp_path):
     assert PerHead.read(tmp_path / "heads.safetensors").table == ((4.0, 1.0), (3.0, 2.0))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[[1, 2], [3]]", "[[1, -2]]", "[[0, 0]]", '[["a"]]', "7", '{"0-1": 1}', '{"zero": 1}', "[]", "[[NaN]]"]
-)
+JUNK = ["", "[[1, 2], [3]]", "[[1, -2]]", "[[0, 0]]", '[["a"]]', "7", '{"0-1": 1}', '{"zero": 1}', "[]", "[[NaN]]", '{"0": [1]}']
+JUNK += ['{"0-0": []}', f"[[1{'0' * 400}]]", "[" * 5000, '[["12"]]', '{"0-0": "12"}', "[[true, false]]"]
+
+
+@pytest.mark.parametrize("text", JUNK)
 def test_what_is_no_table_is_refused_with_its_file(text, tmp_path):
     (tmp_path / "heads.json").write_text(text)
     with pytest.raises(ValueError, match=r"heads\.json holds no table of heads"):

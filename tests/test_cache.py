@@ -1,5 +1,6 @@
 """What an EvictionCache keeps, and that attention over it is what the plain model gives with the same tokens masked."""
 
+import copy
 import warnings
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from learnkv.heuristics.key_norm import KeyNorm
 from learnkv.heuristics.snapkv import SnapKV
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.heuristics.tova import TOVA
+from learnkv.kernels import reference
 from learnkv.methods import METHODS
 from learnkv.models import describe
 from learnkv.observation import Scorer, Slots
@@ -27,6 +29,7 @@ from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many, together
 from learnkv.runtime.pages import PAGE
 from tests.tiny_models import masked_logits
+from tests.tiny_models import tiny as tiny_family
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen": (Qwen3Config, Qwen3ForCausalLM)}
@@ -640,3 +643,91 @@ def test_a_threshold_evicts_within_the_budget_and_again_as_tokens_come(llama):
         assert (cache.lengths() == 2 + 10).all()
         llama(prompt(1), cache=cache)
         assert (cache.lengths() == 2 + 11).all()
+
+
+# ---- rows for themselves
+
+
+@pytest.mark.parametrize("few", [0, 1 << 16], ids=["page by page", "at once"])
+def test_a_row_of_nan_leaves_the_others_as_they_are_and_is_gone_when_it_is_dropped(llama, few, monkeypatch):
+    monkeypatch.setattr(reference, "FEW_LOGITS", few)
+    embeddings = llama.get_input_embeddings()(prompt(1, rows=2)).clone()
+    with attach(llama):
+        cache = EvictionCache(policy(KeyNorm(), 14, "adaptive"), llama)
+        llama(prompt(40, rows=2), cache=cache)
+        cache.frozen = True
+        want = llama(inputs_embeds=embeddings, cache=cache.clone()).logits[0]
+        embeddings[1] = torch.nan
+        torch.testing.assert_close(llama(inputs_embeds=embeddings, cache=cache).logits[0], want)
+        cache.batch_select_indices(torch.tensor([0]))
+        for step in prompt(20, seed=4).split(1, 1):  # into pages that the other row has left
+            assert llama(step, cache=cache).logits.isfinite().all()
+
+
+def test_a_row_within_its_budget_keeps_everything_whatever_stands_beside_it(llama):
+    p, lengths = policy(StreamingLLM(), Ratio(0.5), "pyramid", num_sinks=0, num_recent=0), []
+    parts = [left_padded([prompt(n, seed=n)[0] for n in sizes]) for sizes in ([13, 30], [2, 2], [1, 2])]
+    for rows in (1, 2):
+        cache, mask = EvictionCache(p, llama), torch.zeros(rows, 0, dtype=torch.long)
+        with attach(llama):
+            for ids, real in parts:
+                mask = torch.cat([mask, real[:rows]], 1)
+                llama(ids[:rows], attention_mask=mask, cache=cache)
+        lengths.append(cache.lengths()[:, 0])
+    assert torch.equal(*lengths)
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if not METHODS[m].requires])
+def test_a_first_forward_of_padding_only_holds_nothing(llama, method):
+    with attach(llama):
+        cache = EvictionCache(METHODS[method](40), llama)
+        llama(prompt(6, rows=2), attention_mask=torch.zeros(2, 6, dtype=torch.long), cache=cache)
+        assert not cache.lengths().any()
+
+
+def test_a_pin_in_a_row_that_the_forward_lacks_is_refused(llama):
+    cache = EvictionCache(policy(), llama)
+    cache.pin(3, 5, 8)
+    with attach(llama), pytest.raises(ValueError, match=r"pin\(row=3, start=5, stop=8\): the forward has 2 rows"):
+        llama(prompt(20, rows=2), cache=cache)
+
+
+def test_rows_counted_from_the_end_bring_their_pins_along(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(), llama)
+        cache.pin(1, 5, 8)
+        llama(prompt(20, rows=2), cache=cache)
+    cache.batch_select_indices(torch.tensor([-1]))
+    assert cache.pins == [(0, 5, 8)]
+
+
+def test_a_deep_copy_is_a_clone(llama):
+    with attach(llama):
+        cache = EvictionCache(policy(), llama)
+        llama(prompt(20), cache=cache)
+        other = copy.deepcopy(cache)
+        llama(prompt(3), cache=other)
+    assert (cache.get_seq_length(), other.get_seq_length()) == (20, 23)
+
+
+def test_what_stopped_half_way_is_neither_cloned_nor_reported(llama):
+    class Breaks(KeyNorm):
+        def score(self, obs):
+            raise KeyboardInterrupt
+
+    cache = EvictionCache(policy(Breaks()), llama)
+    with attach(llama), pytest.raises(KeyboardInterrupt):
+        llama(prompt(20), cache=cache)
+    for use in (cache.clone, cache.report, cache.lengths, lambda: cache.batch_repeat_interleave(2)):
+        with pytest.raises(ValueError, match="stopped half way"):
+            use()
+
+
+def test_the_peak_counts_sliding_layers(llama):
+    gemma = tiny_family("gemma3", sliding_window=64)
+    with attach(gemma):
+        cache = EvictionCache(policy(StreamingLLM(), 8), gemma)
+        gemma(prompt(100), cache=cache)
+    sliding = sum(t.nbytes for layer in cache.sliding for t in (layer.keys, layer.values))
+    stored = 2 * 100 * (2 * 8 * 4 + 4)  # keys, values and positions of one layer before it evicts
+    assert cache.report().peak >= sliding + stored

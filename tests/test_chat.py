@@ -22,6 +22,11 @@ CHAT = [
     {"role": "assistant", "content": "Ici."},
     {"role": "user", "content": "And the cat?"},
 ]
+LAST = (  # the system prompt inside the last user turn
+    "{% for m in messages %}{% if m.role != 'system' %}[{% if loop.last %}{{ messages[0].content }} / {% endif %}"
+    "{{ m.content }}]{% endif %}{% endfor %}"
+)
+AGAIN = "{% for m in messages %}<{{ m.content }}>{% endfor %}again: {{ messages[0].content }}"
 TOOLS = [{"type": "function", "function": {"name": "cat_of", "parameters": {}}}]
 
 
@@ -64,11 +69,33 @@ def test_a_chat_without_a_user_or_with_an_empty_message_has_no_such_span():
     assert spans.first_user is None and spans.system is None and spans.messages == (None,)
 
 
+def test_a_system_prompt_put_into_the_last_turn_is_found_there():
+    tokenizer = with_template(LAST)
+    spans = chat_spans(tokenizer, CHAT)
+    assert text(tokenizer, spans, spans.system) == text(tokenizer, spans, spans.messages[0]) == "Answer in French."
+
+
+@pytest.mark.parametrize("rest", [[], [{"role": "user", "content": " "}]], ids=["no user", "an empty one"])
+def test_a_system_prompt_is_found_without_a_users_text(rest):
+    tokenizer = with_template(CHATML)
+    spans = chat_spans(tokenizer, [CHAT[0], *rest, {"role": "assistant", "content": "Oui."}])
+    assert text(tokenizer, spans, spans.system) == "<|system|>Answer in French."
+
+
+def test_of_a_message_that_is_said_again_the_first_place_counts():
+    tokenizer = with_template(AGAIN)
+    spans = chat_spans(tokenizer, CHAT)
+    assert text(tokenizer, spans, spans.messages[0]) == "Answer in French." and spans.messages[0][0] == 1
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "says"),
     [
         (None, CHAT, "no chat template"),
         (CHATML, [], "without messages"),
+        (CHATML, [{"content": "hello"}], "message 0 has no role"),
+        (CHATML, [{"role": "user", "content": "a\ud800b"}], "message 0"),
+        ("{{ raise_exception('never') }}", CHAT, "refuses this chat"),
         (CHATML, [{"role": "user", "content": [{"type": "image"}]}], r"message 0 \(user\) has content of type list"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 from learnkv import budgets
 from learnkv.heuristics.expected_attention import ExpectedAttention
@@ -142,3 +142,27 @@ def test_scorers_see_the_keys_that_attention_sees():
 def test_what_can_not_be_renumbered_is_refused_by_name(scorer, positions, says):
     with pytest.raises(ValueError, match=says):
         EvictionCache(Policy(scorer, 64, budgets.uniform), tiny(1), positions=positions)
+
+
+SHAPE = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0
+)
+
+
+@pytest.mark.parametrize(
+    ("lm", "config"),
+    [
+        (GlmForCausalLM, GlmConfig(**SHAPE, head_dim=8)),  # interleaved pairs
+        (SmolLM3ForCausalLM, SmolLM3Config(**SHAPE, no_rope_layers=[1, 0])),  # a layer without
+        (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})),
+    ],
+    ids=["interleaved", "not in all layers", "dynamic"],
+)
+def test_a_model_whose_keys_one_rope_does_not_turn_is_refused(lm, config):
+    torch.manual_seed(0)
+    model = lm(config).eval()
+    with pytest.raises(ValueError, match='use "original"'):
+        EvictionCache(policy(StreamingLLM()), model, positions="renumbered")
+    if config.model_type == "glm":
+        with pytest.raises(ValueError, match="ExpectedAttention turns keys by one RoPE"):
+            EvictionCache(policy(ExpectedAttention()), model)

@@ -46,7 +46,17 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     for written in compared():
         file.append(written)
     assert read_rows(file.path) == compared()
-    assert list(RowFile(file.path).done.values()) == compared()
+    path = file.path
+    del file
+    assert list(RowFile(path).done.values()) == compared()
+
+
+def test_two_do_not_write_into_one_file_at_once(tmp_path):
+    first = RowFile(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match="another evaluate is writing here"):
+        RowFile(first.path)
+    first.append(row())
+    assert len(read_rows(first.path)) == 1
 
 
 @pytest.mark.parametrize("torn", [b'{"key": "0', b"", b'{"key": "\xff'])

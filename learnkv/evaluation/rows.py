@@ -9,6 +9,8 @@ import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from learnkv.budgets import Ratio
 from learnkv.typed import checked
 
@@ -100,11 +102,19 @@ def budget_of(value: float) -> int | Ratio:
 
 
 class RowFile:
-    """A JSONL file of rows.  Each row is one write of one line; a line torn by a kill is dropped when the file is opened again."""
+    """A JSONL file of rows.  Each row is one write of one line; a line torn by a kill is dropped when the file is opened again.
+
+    One process at a time: raises ValueError while another has it open.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(path.with_name(f"{path.name}.lock"))  # let go when this object, or the process, ends
+        try:
+            self.lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ValueError(f"{path}: another evaluate is writing here; wait for it, or give another evaluate.out") from error
         self.done = {row.key: row for row in read_rows(path)} if path.exists() else {}
         if path.exists():
             os.truncate(path, whole_lines(path.read_bytes()))

@@ -48,6 +48,7 @@ class BenchSettings:
         for name in ("num_tokens", "steps", "turns", "stream", "chunk", "stream_budget", "batch", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"bench.{name}={getattr(self, name)} must be 1 or more")
+        methods.policy("snapkv", self.stream_budget)
         Ratio(self.kept)
         if self.kvpress and not shutil.which(self.kvpress):
             raise ValueError(f"bench.kvpress={self.kvpress} is no program; give the python of an environment in which kvpress is installed")
@@ -96,7 +97,11 @@ def beside_kvpress(model: PreTrainedModel, settings: BenchSettings) -> Figure:
     if done.returncode:
         problem = (done.stderr.strip().splitlines() or ["no word"])[-1]
         raise ValueError(f"bench.kvpress={settings.kvpress} ended with {done.returncode}: {problem}")
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    said = (done.stdout.strip().splitlines() or ["nothing"])[-1]
+    try:
+        found = json.loads(said)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"bench.kvpress={settings.kvpress} gave no figures but {said[:80]!r}; give the python that has kvpress") from error
     faster, held = found["full_ms"] / found["ms"], found["bytes"] / found["full_bytes"]
     value = f"{found['ms']:.1f} ms, {faster:.2f} x faster than its full cache, holds {held:.0%} of it"
     return Figure(f"decode, kvpress's Ada-SnapKV to {settings.kept:.0%} at {settings.num_tokens:,} tokens", value)

@@ -36,9 +36,11 @@ class StreamSettings:
     chunk: int = 256  # tokens of a forward
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "budget", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"stream.{name}={getattr(self, name)} must be 1 or more")
+        for name, least in {"num_tokens": 2, "chunk": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"stream.{name}={getattr(self, name)} must be {least} or more")
+        for name, _ in CONTENDERS:
+            methods.policy(name, self.budget)
 
 
 def perplexities(

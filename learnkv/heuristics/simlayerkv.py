@@ -34,8 +34,8 @@ class SimLayerKV(Scorer):
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold={self.threshold} is a share of the attention; give a number from 0 to 1")
-        if self.first < 0 or self.recent < 1:
-            raise ValueError(f"first={self.first} and recent={self.recent} count tokens; give at least 0 and 1")
+        if not 0 <= self.first < 2**31 or not 1 <= self.recent < 2**31:
+            raise ValueError(f"first={self.first} and recent={self.recent} count tokens; give at least 0 and 1, and less than 2**31")
 
     def remember(self, obs: Observation) -> Tensor:
         decided = decided_share(obs)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from jinja2 import TemplateError
+
+from learnkv.prompts.make import refuse_half_characters
 from learnkv.prompts.prompt import Tokenizer, token_span
 
 Span = tuple[int, int]
@@ -19,7 +22,8 @@ class ChatSpans:
     """Token spans (start, stop), each None where the chat has no such part: `cache.pin(row, *spans.system)`.
 
     ids         all tokens of the chat
-    system      everything before the first user's text: what the template begins with, system prompt and tool schema included
+    system      everything before the first user's text: what the template begins with, system prompt and tool schema included; where the
+                template puts the system prompt elsewhere, its text alone
     tools       what the template makes of the tools
     first_user  the first user's text
     messages    the text of each message, in their order
@@ -42,14 +46,17 @@ def chat_spans(
     """
     if not tokenizer.chat_template:
         raise ValueError("this tokenizer has no chat template, so a chat has no spans; pin by positions of your own")
-    for i, message in enumerate(messages):
-        if not isinstance(message.get("content"), str):
-            raise ValueError(f"message {i} ({message.get('role')}) has content of type {type(message.get('content')).__name__}; give text")
     if not messages:
         raise ValueError("a chat without messages has no spans; give one message at least")
+    for i, message in enumerate(messages):
+        refuse_odd_message(i, message)
 
     def render(messages: Messages, tools: Sequence[Any] | None) -> str:
-        return tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False)  # type: ignore[no-any-return]
+        given: dict[str, Any] = {"tools": tools, "add_generation_prompt": add_generation_prompt, "tokenize": False}
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), **given))
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses this chat ({error}); pin by positions of your own") from error
 
     text = render(messages, tools)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -57,20 +64,49 @@ def chat_spans(
     def tokens(part: Span | None) -> Span | None:
         return None if part is None else token_span(encoded["offset_mapping"], part, 0)
 
-    texts = [changed(text, render(marked(messages, i), tools)) for i in range(len(messages))]
+    changes = [changed(text, render(marked(messages, i), tools)) for i in range(len(messages))]
+    texts = [once(text, part, message["content"]) for part, message in zip(changes, messages, strict=True)]
     first = next((texts[i] for i, message in enumerate(messages) if message["role"] == "user"), None)
+    own = texts[0] if messages[0]["role"] == "system" else None
     return ChatSpans(
         ids=list(encoded["input_ids"]),
-        system=tokens(None if first is None or first[0] == 0 else (0, first[0])),
+        system=tokens(system_of(own, first)),
         tools=tokens(changed(text, render(messages, None)) if tools else None),
         first_user=tokens(first),
         messages=tuple(tokens(part) for part in texts),
     )
 
 
+def refuse_odd_message(index: int, message: Mapping[str, Any]) -> None:
+    """Raises a ValueError for a message that has no role or no text."""
+    content = message.get("content")
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"message {index} has no role; give one, such as user")
+    if not isinstance(content, str):
+        raise ValueError(f"message {index} ({message['role']}) has content of type {type(content).__name__}; give text")
+    refuse_half_characters(content, f"message {index}")
+
+
+def system_of(own: Span | None, first: Span | None) -> Span | None:
+    """The characters before the first user's text, if the system prompt `own` lies there or there is none; else those of `own`."""
+    if first is None:
+        return None if own is None else (0, own[1])
+    if own is not None and own[1] > first[0]:
+        return own
+    return (0, first[0]) if first[0] else None
+
+
 def marked(messages: Messages, index: int) -> list[Mapping[str, Any]]:
-    """The messages with a letter of its own in the place of one text."""
-    return [{**message, "content": MARK} if i == index else message for i, message in enumerate(messages)]
+    """The messages with letters of its own, as many, in the place of one text."""
+    return [{**message, "content": MARK * max(1, len(message["content"]))} if i == index else message for i, message in enumerate(messages)]
+
+
+def once(text: str, part: Span | None, content: str) -> Span | None:
+    """The first place of a message that the template says several times."""
+    said = content.strip()
+    if part is None or not said or not text.startswith(said, part[0]):
+        return part
+    return part[0], part[0] + len(said)
 
 
 def changed(text: str, other: str) -> Span | None:

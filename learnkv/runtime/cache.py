@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 
 from learnkv import budgets
 from learnkv.capture import blocks_of, decoder_of, evictable_layers, query_projection
+from learnkv.geometry import removable_frequencies
 from learnkv.observation import Probe, Scorer
 from learnkv.policy import Policy
 from learnkv.runtime.memory import MemoryReport
@@ -141,6 +142,7 @@ class EvictionCache(Cache):
         return [pages.slots().positions for pages in self.held_pages()]
 
     def held_pages(self) -> list[Pages]:
+        self.refuse_half_run()
         if any(state.pages is None for state in self.states):
             raise ValueError("this EvictionCache is empty; run a forward or generate with it first")
         return [state.held for state in self.states]
@@ -150,6 +152,9 @@ class EvictionCache(Cache):
         tensors = [t for state in self.states for t in state.tensors()]
         tensors += [t for layer in self.sliding for t in (layer.keys, layer.values) if t is not None]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def sliding_bytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for layer in self.sliding for t in (layer.keys, layer.values) if t is not None)
 
     def report(self) -> MemoryReport:
         """What is held now, by layer and head, and the most that ever was; print it, or `draw` it."""
@@ -161,6 +166,7 @@ class EvictionCache(Cache):
     def pin(self, row: int, start: int, stop: int) -> None:
         """Tokens start..stop - 1 of a row, counted over its real tokens, stay inside the budget until `reset`; they may be yet to come.
 
+        Rows are those that the model sees: `generate` makes num_beams or num_return_sequences rows of each prompt, one after the other.
         Pins that a budget does not hold stay above it, and a warning says so once.
         """
         if row < 0 or start < 0 or stop <= start:
@@ -185,10 +191,14 @@ class EvictionCache(Cache):
 
     def clone(self) -> EvictionCache:
         """The same as it is now; pages are shared until one of the two writes on them: no question to a prefix copies all of it."""
+        self.refuse_half_run()
         other = copy.copy(self)
         other.layers = [clone_layer(layer) for layer in self.layers]
         other.budgets, other.pins = list(self.budgets), list(self.pins)
         return other
+
+    def __deepcopy__(self, memo: dict) -> EvictionCache:
+        return self.clone()
 
     # ---- other rows
 
@@ -202,7 +212,8 @@ class EvictionCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The rows `indices` [b], in this order."""
-        indices = indices.cpu()
+        self.refuse_half_run()
+        indices = torch.arange(len(self.num_seen))[indices.cpu()] if len(self.num_seen) else indices[:0].cpu()
         for state in self.states:
             if state.pages is not None and state.queries is not None:
                 state.pages = state.pages.rows(indices.to(state.pages.table.device))
@@ -225,10 +236,7 @@ class EvictionCache(Cache):
 
     def begin(self, real: Tensor, rope: Tensor, token_ids: Tensor | None, attention_mask: Tensor | None) -> Step:
         """Opens a forward: real [B, T] bool, rope [B, T] RoPE positions, token_ids [B, T], attention_mask [B, columns + T]."""
-        if self.step is not None:
-            raise ValueError(
-                "a forward with this EvictionCache stopped half way, so its layers differ; reset() it or use a clone from before"
-            )
+        self.refuse_half_run()
         B, T = real.shape
         first = not self.get_seq_length() and not len(self.num_seen)
         seen, next_rope = (real.new_zeros(B, dtype=torch.int64) if first else x.to(real.device) for x in (self.num_seen, self.next_rope))
@@ -239,6 +247,9 @@ class EvictionCache(Cache):
             )
         if len(seen) != B:
             raise ValueError(f"this EvictionCache holds {len(seen)} rows and the forward has {B}; use a new cache, or reset() this one")
+        lost = [pin for pin in self.pins if pin[0] >= B]
+        if lost:
+            raise ValueError("pin(row={}, start={}, stop={}): the forward has {} rows, counted from 0".format(*lost[0], B))
         step = Step(
             seats=self.seats,
             num_layers=len(self.states),
@@ -258,8 +269,15 @@ class EvictionCache(Cache):
             raise ValueError(f"{names(self.seats)}: a scorer reads token ids; call the model with input_ids, not inputs_embeds")
         step.targets, step.probes = self.targets(step), self.probes(step)
         step.layer_bytes = {state.index: state.nbytes for state in self.states}
+        step.sliding_bytes = self.sliding_bytes()
         self.step = step
         return step
+
+    def refuse_half_run(self) -> None:
+        if self.step is not None:
+            raise ValueError(
+                "a forward with this EvictionCache stopped half way, so its layers differ; reset() it or use a clone from before"
+            )
 
     def refuse_jumps(self, moved: Tensor) -> None:
         """moved [B] bool, the rows whose RoPE positions lie further from their positions than before."""
@@ -275,7 +293,7 @@ class EvictionCache(Cache):
             self.budgets = [None if policy is None else budgets.resolve(policy.budget, step.num_seen) for policy in self.policies]
         self.steps_since_prefill = 0 if step.prefill else self.steps_since_prefill + 1
         policy, budget = self.policies[not step.prefill], self.budgets[not step.prefill]
-        if self.frozen or policy is None or budget is None or self.steps_since_prefill % policy.interval:
+        if self.frozen or policy is None or budget is None or self.steps_since_prefill % policy.interval or not step.num_seen.any():
             return []
         if self.decodes_by_itself and not step.prefill:
             budget = budgets.resolve(policy.budget, step.num_seen)
@@ -333,7 +351,7 @@ class EvictionCache(Cache):
         with as_typed(step.positions.device):
             step.select_waiting(self.states)
         self.num_seen, self.next_rope, self.step = step.num_seen, step.next_rope, None
-        self.peak = max(self.peak, step.peak)
+        self.peak = max(self.peak, step.peak + max(step.sliding_bytes, self.sliding_bytes()))
 
     def run_probe(self, model: PreTrainedModel, probe: ProbeStep) -> None:
         """Runs a probe's rows through the decoder over one row; all that changes is its scorer's memory."""
@@ -424,6 +442,11 @@ def refuse_needs(scorer: Scorer, model: PreTrainedModel) -> None:
         raise ValueError(
             f"{type(scorer).__name__} reads queries before rotation, and {type(model).__name__} projects them in a way that learnkv does "
             "not know (neither q_proj nor qkv_proj with queries, keys and values side by side); take another method"
+        )
+    if {"queries_pre_rope", "rope_offset"} <= scorer.needs and not removable_frequencies(model):
+        raise ValueError(
+            f"{type(scorer).__name__} turns keys by one RoPE, and that of {type(model).__name__} is interleaved, or not in all layers; "
+            "take another method"
         )
 
 

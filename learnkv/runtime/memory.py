@@ -13,7 +13,8 @@ class MemoryReport:
     """What an EvictionCache holds at one moment, and the most that it ever held.
 
     tokens  [layers, B, H] int64 tokens kept
-    nbytes  [layers, B, H] int64 bytes of the pages that each head owns, their empty slots, positions and memory included
+    nbytes  [layers, B, H] int64 bytes of the pages that each head owns, their empty slots, positions and memory included; a page that
+            rows or clones share counts for each of them
     seen    [B] int64 tokens so far, evicted ones included
     total   bytes of everything: these pages, free ones, tables, last queries, sliding layers
     peak    the largest total so far, measured when a layer has stored its new tokens and not evicted yet

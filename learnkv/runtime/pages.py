@@ -80,7 +80,7 @@ class Pool:
             self.grow(max(count - len(free), N // 4))
             free = torch.cat([free, torch.arange(N, len(self.keys), device=free.device)])
         taken = free[:count]
-        self.positions[taken], self.memory[taken] = -1, 0
+        self.positions[taken], self.memory[taken], self.values[taken] = -1, 0, 0  # an old NaN would outlive its weight of 0
         return taken
 
     def grow(self, count: int) -> None:
@@ -293,6 +293,7 @@ class Pages:
         stale = self.places(slots)[filled & (slots >= lengths[..., None])]
         self.pool.positions.view(-1)[stale] = -1
         self.pool.memory.flatten(0, 1)[stale] = 0
+        self.pool.values.flatten(0, 1)[stale] = 0  # an old NaN would outlive its weight of 0
         self.lengths = lengths
         self.measure()
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from learnkv import ops
+from learnkv.geometry import removable_frequencies
 from learnkv.observation import Scorer, Slots
-from learnkv.rope import renumbered, rotary_frequencies
+from learnkv.rope import changes_with_length, renumbered
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,13 @@ class RenumberedSlots(Slots):
         return renumbered(keys, moved.masked_fill(~self.filled, 0), self.frequencies)
 
 
-def frequencies_for(model: nn.Module, scorers: Sequence[Scorer]) -> Tensor:
+def frequencies_for(model: PreTrainedModel, scorers: Sequence[Scorer]) -> Tensor:
     """[R / 2] the model's frequencies; raises ValueError where it or a scorer can't do with renumbered positions."""
-    frequencies, _ = rotary_frequencies(model)
-    if not len(frequencies):
-        raise ValueError(f'positions="renumbered" turns keys by RoPE, which {type(model).__name__} does not have; use "original"')
+    frequencies = removable_frequencies(model)
+    if not frequencies or changes_with_length(model):
+        problem = "whose RoPE hangs on the length" if frequencies else "where RoPE is missing, interleaved, or not in all layers"
+        raise ValueError(f'positions="renumbered" turns keys by one RoPE, and this is {type(model).__name__}, {problem}; use "original"')
     for scorer in scorers:
         if "rope_offset" in scorer.needs or type(scorer).probe is not Scorer.probe:
             raise ValueError(f'{type(scorer).__name__} reads keys as they were born; use it with positions="original"')
-    return frequencies
+    return torch.tensor(frequencies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, get_args
 
 import torch
@@ -83,7 +84,7 @@ class Target:
     states  of the cache that takes it: the one that runs, or one of those that share its prefill
     budget  [B] int64 tokens per KV head
     pins    (row, start, stop) that stay
-    over    per layer, whether some row is over its budget
+    over    [layers, B] bool, the rows that are over their budget; the others keep everything
     """
 
     states: list[LayerState]
@@ -91,7 +92,12 @@ class Target:
     seat: int
     budget: Tensor
     pins: list[tuple[int, int, int]]
-    over: list[bool]
+    over: Tensor
+
+    @cached_property
+    def due(self) -> list[bool]:
+        """Per layer, whether some row is over its budget."""
+        return self.over.any(1).tolist()
 
     def pinned(self, obs: Observation) -> Tensor:
         """[B, H, L] bool, the slots that pins hold."""
@@ -104,7 +110,8 @@ class Target:
         """Asks the policy, of these layers together, and keeps what it says."""
         pinned = [self.pinned(obs) for obs in observations]
         keeps = self.policy.select(observations, pinned, budget=self.budget, scores=scores)
-        for state, keep in zip(states, keeps, strict=True):
+        for state, obs, keep in zip(states, observations, keeps, strict=True):
+            keep |= obs.filled & ~self.over[state.index].to(keep.device)[:, None, None]
             mine = self.states[state.index]
             if mine is state and not step.prefill:
                 state.held.compact(keep, self.policy.interval)
@@ -113,20 +120,20 @@ class Target:
                 mine.pages = state.held.kept(keep, self.policy.interval, columns)
 
 
-def over_budget(states: list[LayerState], num_new: Tensor, budget: Tensor, policy: Policy) -> list[bool]:
-    """Per layer, whether it will be over budget [B] with num_new [B] tokens more; the same for all where they share one budget.
+def over_budget(states: list[LayerState], num_new: Tensor, budget: Tensor, policy: Policy) -> Tensor:
+    """[layers, B] bool, whether a layer will be over budget [B] with num_new [B] tokens more; the same for all where they share one budget.
 
     Where scores decide how many stay, a layer is always looked at.
     """
     if policy.allocate.spans == "nothing":
-        return [True] * len(states)
+        return torch.ones(len(states), len(budget), dtype=torch.bool)
     if states[0].pages is None:
-        return [bool((num_new > budget).any())] * len(states)
+        return (num_new > budget).expand(len(states), -1)
     H = states[0].pages.lengths.shape[1]
     after = torch.stack([state.held.lengths.sum(1) for state in states]) + num_new * H  # [layers, B]
     if policy.allocate.spans == "model":
-        return [bool((after.sum(0) > budget * H * len(states)).any())] * len(states)
-    return (after > budget * H).any(1).tolist()
+        return (after.sum(0) > budget * H * len(states)).expand(len(states), -1)
+    return after > budget * H
 
 
 @dataclass
@@ -172,6 +179,7 @@ class Step:
     scores: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     # bytes that each layer holds, and the most that they held together
     layer_bytes: dict[int, int] = field(default_factory=dict)
+    sliding_bytes: int = 0
     peak: int = 0
 
     def __post_init__(self) -> None:
@@ -204,7 +212,7 @@ class Step:
         """After a layer's attention over all it holds: scorers remember, and what need not wait is selected."""
         self.attended.add(state.index)
         self.keep_queries(state, queries)
-        if self.targets or self.probes or any(seat.scorer.memory_size for seat in self.seats):
+        if self.num_seen.any() and (self.targets or self.probes or any(seat.scorer.memory_size for seat in self.seats)):
             self.ask(state, queries, scale)
             self.layer_bytes[state.index] = state.nbytes  # fewer, where something was evicted
 
@@ -220,7 +228,7 @@ class Step:
             if seat.probes and self.probes:
                 self.waiting[i, state.index] = replace(self.shown(base, seat), slots=state.held.slots())
         for target in self.targets:
-            if target.over[state.index]:
+            if target.due[state.index]:
                 self.select_or_wait(target, state, self.shown(base, self.seats[target.seat]))
         self.scores = {key: s for key, s in self.scores.items() if key in self.waiting}
 
@@ -244,7 +252,7 @@ class Step:
         """The selections that waited."""
         for target in self.targets:
             if self.deferred(target):
-                due = [state for state in states if target.over[state.index]]
+                due = [state for state in states if target.due[state.index]]
                 for together in [due] if target.policy.scope == "model" and due else [[state] for state in due]:
                     observations = [self.waiting[target.seat, state.index] for state in together]
                     target.select(together, observations, [self.late_score(target.seat, obs) for obs in observations], self)
