@@ -14,7 +14,7 @@ from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
 from tests.recording import byte_tokenizer, tiny_model
 
-ASKED, ANSWERED = 3, 2  # tokens of a turn
+ASKED, ANSWERED = 2, 1  # tokens of a turn
 
 
 @dataclass
@@ -74,7 +74,8 @@ def check(model, tokenizer, policy, turns, atol):
         want = masked(model, said)
     assert cache.get_seq_length() == len(said.tokens) == turns * (ASKED + ANSWERED)
     page = cache.states[0].held.pool.page_bytes * len(cache.states) * model.config.num_key_value_heads
-    assert max(said.nbytes[10:]) <= min(said.nbytes[10:]) + page  # no more than a page per head comes and goes
+    assert max(said.nbytes[10:]) <= min(said.nbytes[10:]) + 2 * page  # no more than two pages per head come and go
+    assert max(said.nbytes[-20:]) <= max(said.nbytes[:40])
     for layer in cache.kept_positions():
         assert (layer[0].amax(-1) == len(said.tokens) - 1).all() and (layer[0, :, 0] == 0).all()
     at = sorted(said.logits)
