@@ -74,8 +74,8 @@ def check(model, tokenizer, policy, turns, atol):
         want = masked(model, said)
     assert cache.get_seq_length() == len(said.tokens) == turns * (ASKED + ANSWERED)
     page = cache.states[0].held.pool.page_bytes * len(cache.states) * model.config.num_key_value_heads
-    assert max(said.nbytes[10:]) <= min(said.nbytes[10:]) + 2 * page  # no more than two pages per head come and go
-    assert max(said.nbytes[-20:]) <= max(said.nbytes[10:40]) + page  # and none stays
+    full = said.nbytes[40:]  # turns after which the budget is used up
+    assert max(full) <= min(full) + 3 * page  # pages come and go, and none stays
     for layer in cache.kept_positions():
         assert (layer[0].amax(-1) == len(said.tokens) - 1).all() and (layer[0, :, 0] == 0).all()
     at = sorted(said.logits)
