@@ -16,7 +16,8 @@ from learnkv.rope import turn_back
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
 from learnkv.runtime.positions import RenumberedSlots
-from tests.test_cache import left_padded, masked_logits, policy, prompt
+from tests.test_cache import left_padded, policy, prompt
+from tests.tiny_models import masked_logits
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01])  # of 6 of 8 dimensions
 

@@ -150,11 +150,14 @@ class EvictionCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all storages held: keys, values, positions, memory, tables, lengths, last queries; sliding layers too."""
         tensors = [t for state in self.states for t in state.tensors()]
-        tensors += [t for layer in self.sliding for t in (layer.keys, layer.values) if t is not None]
+        tensors += self.sliding_tensors()
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
+    def sliding_tensors(self) -> list[Tensor]:
+        return [t for layer in self.sliding for t in (layer.keys, layer.values) if t is not None]
+
     def sliding_bytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for layer in self.sliding for t in (layer.keys, layer.values) if t is not None)
+        return sum(t.untyped_storage().nbytes() for t in self.sliding_tensors())
 
     def report(self) -> MemoryReport:
         """What is held now, by layer and head, and the most that ever was; print it, or `draw` it."""
@@ -293,7 +296,7 @@ class EvictionCache(Cache):
             self.budgets = [None if policy is None else budgets.resolve(policy.budget, step.num_seen) for policy in self.policies]
         self.steps_since_prefill = 0 if step.prefill else self.steps_since_prefill + 1
         policy, budget = self.policies[not step.prefill], self.budgets[not step.prefill]
-        if self.frozen or policy is None or budget is None or self.steps_since_prefill % policy.interval or not step.num_seen.any():
+        if self.frozen or policy is None or budget is None or self.steps_since_prefill % policy.interval or step.empty:
             return []
         if self.decodes_by_itself and not step.prefill:
             budget = budgets.resolve(policy.budget, step.num_seen)

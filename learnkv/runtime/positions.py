@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from learnkv import ops
 from learnkv.geometry import removable_frequencies
 from learnkv.observation import Scorer, Slots
 from learnkv.rope import changes_with_length, renumbered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

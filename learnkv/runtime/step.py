@@ -184,6 +184,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.padded = bool((self.positions < 0).any())
+        self.empty = not bool(self.num_seen.any())  # nothing but padding so far
         self.needs = frozenset(need for seat in self.seats for need in seat.scorer.needs)
 
     def store(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
@@ -212,7 +213,7 @@ class Step:
         """After a layer's attention over all it holds: scorers remember, and what need not wait is selected."""
         self.attended.add(state.index)
         self.keep_queries(state, queries)
-        if self.num_seen.any() and (self.targets or self.probes or any(seat.scorer.memory_size for seat in self.seats)):
+        if not self.empty and (self.targets or self.probes or any(seat.scorer.memory_size for seat in self.seats)):
             self.ask(state, queries, scale)
             self.layer_bytes[state.index] = state.nbytes  # fewer, where something was evicted
 
