@@ -1,16 +1,80 @@
-"""The one door to kernels: every op by name.  There is one implementation of each, plain torch, which runs on any device."""
+"""The one door to kernels: every op by name, in plain torch or in Triton.
+
+CUDA tensors go to Triton, all others to plain torch; `use` forces one side, and `last_used` says which one the last call took.
+"""
 
 from __future__ import annotations
 
-from learnkv.kernels.reference import (
-    attend,
-    budget_reward,
-    column_mass,
-    gather_pages,
-    page_owner,
-    pl_logprob,
-    row_lse,
-    select,
-)
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from importlib import import_module
+from typing import Literal, ParamSpec, TypeVar, get_args
 
-__all__ = ["attend", "budget_reward", "column_mass", "gather_pages", "page_owner", "pl_logprob", "row_lse", "select"]
+from torch import Tensor
+
+from learnkv.kernels import reference
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Side = Literal["reference", "triton"]
+
+forced: ContextVar[Side | None] = ContextVar("learnkv_ops_forced", default=None)
+last_used: Side | None = None
+
+
+@contextmanager
+def use(side: Side) -> Iterator[None]:
+    """Every op inside the block runs on this side, whatever its tensors' device.  Triton on CPU tensors takes TRITON_INTERPRET=1."""
+    if side not in get_args(Side):
+        raise ValueError(f'ops.use("{side}"): there are "reference" and "triton"')
+    token = forced.set(side)
+    try:
+        yield
+    finally:
+        forced.reset(token)
+
+
+def side_of(tensors: Iterable[object]) -> Side:
+    """Where a call goes: as `use` or LEARNKV_KERNELS says, else by the device of its first tensor."""
+    told = forced.get() or os.environ.get("LEARNKV_KERNELS")
+    if told is None:
+        return "triton" if next((x.is_cuda for x in tensors if isinstance(x, Tensor)), False) else "reference"
+    if told not in get_args(Side):
+        raise ValueError(f'LEARNKV_KERNELS={told}: there are "reference" and "triton"')
+    return "triton" if told == "triton" else "reference"
+
+
+def triton_op(module: str, name: str) -> Callable:
+    """The Triton side of an op; raises a RuntimeError where Triton is missing."""
+    try:
+        return getattr(import_module(f"learnkv.kernels.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        hint = "pip install triton, or set LEARNKV_KERNELS=reference for plain torch"
+        raise RuntimeError(f"ops.{name} got CUDA tensors and Triton is not installed; {hint}") from error
+
+
+def door(op: Callable[P, R], module: str) -> Callable[P, R]:
+    """An op of the reference, whose Triton side has the same name and signature in kernels/<module>.py."""
+
+    @wraps(op)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        global last_used
+        last_used = side_of([*args, *kwargs.values()])
+        return (op if last_used == "reference" else triton_op(module, op.__name__))(*args, **kwargs)
+
+    return call
+
+
+column_mass = door(reference.column_mass, "column_mass")
+row_lse = door(reference.row_lse, "column_mass")
+select = door(reference.select, "select")
+pl_logprob = door(reference.pl_logprob, "ranking")
+budget_reward = door(reference.budget_reward, "ranking")
+attend = door(reference.attend, "attend")
+gather_pages = door(reference.gather_pages, "gather_pages")
+page_owner = reference.page_owner  # the reference's own bookkeeping
