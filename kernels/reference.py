@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -118,13 +119,26 @@ def column_mass(
     return out
 
 
-def page_owner(table: Tensor, num_pages: int) -> Tensor | None:
-    """table [B, H, pages] -> [N] int64, the head b * H + h that each page belongs to, -1 where it is free; None where one has several."""
+@dataclass(frozen=True)
+class Owners:
+    """Whose each slot is.
+
+    slots  [N, P] int32, the head b * H + h that the slot belongs to, -1 where it is empty or its page free
+    full   whether no page is free
+    """
+
+    slots: Tensor
+    full: bool
+
+
+def owners(table: Tensor, position_pages: Tensor) -> Owners | None:
+    """table [B, H, pages], position_pages [N, P] -> whose each slot is; None where a page has several heads."""
     held = table >= 0
     pages, counts = table[held].long(), held.sum(-1).flatten()
-    owner = pages.new_full((num_pages,), -1)
-    owner[pages] = torch.arange(len(counts), device=table.device).repeat_interleave(counts)
-    return owner if int((owner >= 0).sum()) == len(pages) else None
+    head = pages.new_full((len(position_pages),), -1, dtype=torch.int32)
+    head[pages] = torch.arange(len(counts), dtype=torch.int32, device=table.device).repeat_interleave(counts)
+    used = int((head >= 0).sum())
+    return Owners(head[:, None].where(position_pages >= 0, -1), used == len(head)) if used == len(pages) else None
 
 
 def attend(
@@ -135,7 +149,8 @@ def attend(
     table: Tensor,
     query_positions: Tensor,
     scale: float,
-    owner: Tensor | None = None,
+    whose: Owners | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Causal attention of queries over the pages of their heads, page by page with one softmax per head.
 
@@ -146,30 +161,34 @@ def attend(
     position_pages          [N, P] int32, -1 where empty
     table                   [B, H, pages] int32, -1 past a head's last page; rows may have pages in common
     query_positions         [B, T]  -1 where the row is padding
-    owner                   [N] what `page_owner` says of the table, where that is known
+    whose                   what `owners` says of the table, where that is known
+    causal                  False where every query sees all that its heads hold: nobody then asks for positions
     returns                 [B, Q, T, D] in the queries' type, 0 where a query sees nothing
     """
     B, Q, T, D = queries.shape
-    if owner is None:
-        owner = page_owner(table, len(position_pages))
-    if owner is None:
+    whose = whose or owners(table, position_pages)
+    if whose is None:
         pages, counts = table[table >= 0].long(), (table >= 0).sum(-1).flatten()
         key_pages, value_pages, position_pages = key_pages[pages], value_pages[pages], position_pages[pages]
         owner = torch.arange(len(counts), device=table.device).repeat_interleave(counts)
+        whose = Owners(owner.int()[:, None].where(position_pages >= 0, -1), full=True)
     H, (N, P) = table.shape[1], position_pages.shape
-    if B == 1 and Q * T * N * P <= FEW_LOGITS and int(owner.min()) >= 0:
-        return attend_at_once(queries, key_pages, value_pages, position_pages, owner, query_positions, H, scale)
+    if B == 1 and Q * T * N * P <= FEW_LOGITS and whose.full:
+        return attend_at_once(queries, key_pages, value_pages, position_pages, whose, query_positions, H, scale, causal)
+    owner = whose.slots.amax(1).long()
     head = torch.where(owner < 0, B * H, owner)  # free pages belong to a head of their own: a NaN in them is nobody's
     row = head.clamp(max=B * H - 1) // H
     grouped = queries.reshape(B * H, Q // H, T, D).float() * scale
     grouped = torch.cat([grouped, torch.zeros_like(grouped[:1])])
     keys, values = key_pages.float(), value_pages.float()
-    used = (position_pages >= 0) & (owner >= 0)[:, None]  # [N, P]
+    used = whose.slots >= 0  # [N, P]
     step = max(1, BLOCK_ELEMENTS // (N * (Q // H) * max(P, D)))
     blocks = []
     for start in range(0, T, step):
         q = grouped[:, :, start : start + step]  # [B * H + 1, G, t, D]
-        seen = used[..., None] & (position_pages[..., None] <= query_positions[row][:, None, start : start + step])  # [N, P, t]
+        seen = used[..., None]
+        if causal:
+            seen = seen & (position_pages[..., None] <= query_positions[row][:, None, start : start + step])  # [N, P, t]
         logits = (keys @ q.flatten(1, 2)[head].mT).unflatten(2, q.shape[1:3])  # [N, P, G, t]; this way round small products are fast
         blocks.append(segment_softmax_sum(logits.masked_fill_(~seen[:, :, None], float("-inf")), values, head, B * H + 1)[:-1])
     return torch.cat(blocks, 2).view(B, Q, T, D).to(queries.dtype)
@@ -183,20 +202,21 @@ def attend_at_once(
     key_pages: Tensor,
     value_pages: Tensor,
     position_pages: Tensor,
-    owner: Tensor,
+    whose: Owners,
     query_positions: Tensor,
     num_heads: int,
     scale: float,
+    causal: bool,
 ) -> Tensor:
     """`attend` of one row as one attention of all queries over all slots, other heads' masked."""
     _, Q, T, D = queries.shape
-    heads = torch.arange(num_heads, device=owner.device)[:, None, None, None]
-    seen = (position_pages >= 0) & (position_pages <= query_positions[0, :, None, None])  # [T, N, P]
-    seen = (seen & (owner[:, None] == heads)).flatten(2)  # [H, T, S]
-    seen = seen[:, None].expand(-1, Q // num_heads, -1, -1).reshape(1, 1, Q * T, -1)
+    head = torch.arange(Q * T, dtype=torch.int32, device=queries.device)[:, None] // (Q * T // num_heads)  # [Q * T, 1]
+    seen = whose.slots.view(-1) == head  # [Q * T, S]
+    if causal:
+        seen = seen & (position_pages.view(-1) <= query_positions[0].repeat(Q)[:, None])
     dtype = torch.promote_types(key_pages.dtype, value_pages.dtype)
     q, k, v = (x.reshape(1, 1, -1, D).to(dtype) for x in (queries, key_pages, value_pages))
-    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale).view(1, Q, T, D).to(queries.dtype)
+    return F.scaled_dot_product_attention(q, k, v, seen[None, None], scale=scale).view(1, Q, T, D).to(queries.dtype)
 
 
 def segment_softmax_sum(logits: Tensor, values: Tensor, head: Tensor, num_heads: int) -> Tensor:

@@ -77,4 +77,5 @@ pl_logprob = door(reference.pl_logprob, "ranking")
 budget_reward = door(reference.budget_reward, "ranking")
 attend = door(reference.attend, "attend")
 gather_pages = door(reference.gather_pages, "gather_pages")
-page_owner = reference.page_owner  # the reference's own bookkeeping
+owners = reference.owners  # bookkeeping of the reference's own
+Owners = reference.Owners

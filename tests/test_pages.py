@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
+from learnkv import ops
 from learnkv.runtime.pages import PAGE, PAGED, Pages, pages_for
 
 H, D, C = 2, 3, 1
@@ -57,7 +58,8 @@ class PagesMachine(RuleBasedStateMachine):
             for h in range(H):
                 twin.heads[b][h] += list(zip(range(twin.seen[b], twin.seen[b] + n), numbers[b, h, T - n :].tolist(), strict=True))
             twin.seen[b] += n
-        twin.pages.append(*filled(numbers), positions)
+        append = twin.pages.append if bool((positions < 0).any()) else twin.pages.append_to_all
+        append(*filled(numbers), positions)
         self.remember(twin)
 
     def remember(self, twin: Twin) -> None:
@@ -127,6 +129,13 @@ class PagesMachine(RuleBasedStateMachine):
         for twin in self.twins:
             run, slots = twin.pages.equal_run(), twin.pages.slots()
             assert run is None or (torch.equal(run[0], slots.keys) and torch.equal(run[1], slots.values))
+
+    @invariant()
+    def owners_that_were_kept_are_what_the_table_says(self):
+        for twin in self.twins:
+            kept, asked = twin.pages.owners(), ops.owners(twin.pages.table, twin.pages.pool.positions)
+            assert (kept is None) == (asked is None)
+            assert kept is None or (torch.equal(kept.slots, asked.slots) and kept.full == asked.full)
 
 
 PagesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

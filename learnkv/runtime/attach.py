@@ -303,7 +303,7 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
         positions = step.positions.to(query.device)
         pages = slots.key_pages, slots.value_pages, slots.position_pages, slots.table
         with as_typed(query.device):
-            out = ops.attend(query, *pages, positions, scale, state.held.owner()).transpose(1, 2)
+            out = ops.attend(query, *pages, positions, scale, state.held.owners(), causal=T > 1 or step.padded).transpose(1, 2)
     with torch.no_grad(), as_typed(query.device):
         step.observe(state, query, scale)
     return out

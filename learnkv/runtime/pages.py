@@ -116,7 +116,7 @@ class Pages:
     equal: int | None = field(init=False)
     room: int = field(init=False)
     first: Tensor = field(init=False)
-    owned: tuple[Tensor, int, Tensor | None] | None = field(init=False, default=None)  # a table, and what it says of so many pages
+    whose: ops.Owners | None = field(init=False)  # kept while tokens are only appended, None where nobody has asked
 
     def __post_init__(self) -> None:
         self.pool.users.add(self)
@@ -124,6 +124,7 @@ class Pages:
 
     def measure(self) -> None:
         """Looks at table and lengths, one of which has changed."""
+        self.whose = None
         self.first = self.table[..., :1].long() * PAGE  # [B, H, 1] where the first slot of each head lies
         longest, shortest = int(self.lengths.max()), int(self.lengths.min())
         self.equal = longest if longest == shortest and bool((self.table >= 0).all()) else None
@@ -166,11 +167,11 @@ class Pages:
             return self.first + slots
         return self.table.gather(2, slots // PAGE).long() * PAGE + slots % PAGE
 
-    def owner(self) -> Tensor | None:
-        """What `ops.page_owner` says of the table, asked again only when that is another."""
-        if self.owned is None or self.owned[0] is not self.table or self.owned[1] != len(self.pool.keys):
-            self.owned = self.table, len(self.pool.keys), ops.page_owner(self.table, len(self.pool.keys))
-        return self.owned[2]
+    def owners(self) -> ops.Owners | None:
+        """What `ops.owners` says of the table, asked again only after more than an append."""
+        if self.whose is None or len(self.whose.slots) != len(self.pool.keys):
+            self.whose = ops.owners(self.table, self.pool.positions)
+        return self.whose
 
     def all_slots(self) -> tuple[Tensor, Tensor]:
         """Slot numbers [B, H, L] up to the longest head, and which of them are filled."""
@@ -205,6 +206,9 @@ class Pages:
             self.equal, self.room = None if self.equal is None else self.equal + T, self.room - T
             places = self.places(slots).flatten()
             self.write(places, keys.flatten(0, 2), values.flatten(0, 2), positions.int()[:, None].expand(slots.shape).flatten())
+            if self.whose is not None:
+                heads = torch.arange(len(places), dtype=torch.int32, device=places.device) // T
+                self.whose.slots.view(-1).index_copy_(0, places, heads)
         return slots
 
     def write(self, places: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
@@ -344,4 +348,4 @@ class Pages:
 
     def tensors(self) -> list[Tensor]:
         """All that holds memory."""
-        return [*(getattr(self.pool, name) for name in PAGED), self.table, self.lengths]
+        return [*(getattr(self.pool, name) for name in PAGED), self.table, self.lengths, *([] if self.whose is None else [self.whose.slots])]

@@ -54,7 +54,8 @@ class LayerState:
         """Bytes of all storages, added up again only where one of them is another."""
         if self.pages is None or self.queries is None:
             return sum(t.untyped_storage().nbytes() for t in self.tensors())
-        now = self.pages.pool.keys.data_ptr(), len(self.pages.pool.keys), self.pages.table.shape, self.queries.shape
+        pages = self.pages
+        now = pages.pool.keys.data_ptr(), len(pages.pool.keys), pages.table.shape, pages.whose is None, self.queries.shape
         if self.counted[0] != now:
             self.counted = now, sum(t.untyped_storage().nbytes() for t in self.tensors())
         return self.counted[1]
