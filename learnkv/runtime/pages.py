@@ -348,4 +348,9 @@ class Pages:
 
     def tensors(self) -> list[Tensor]:
         """All that holds memory."""
-        return [*(getattr(self.pool, name) for name in PAGED), self.table, self.lengths, *([] if self.whose is None else [self.whose.slots])]
+        return [
+            *(getattr(self.pool, name) for name in PAGED),
+            self.table,
+            self.lengths,
+            *([] if self.whose is None else [self.whose.slots]),
+        ]
