@@ -1,0 +1,103 @@
+"""`bench kernels`: right first, then how fast, every op beside its floor; and `dry`, which compiles and foretells without a GPU."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from learnkv import ops
+from learnkv.evaluation.op_cases import cases
+from learnkv.evaluation.roofline import H200, Case, Ceilings, Line, ceilings_of, draw, measure, relative_error, span
+
+ERROR = {torch.float32: 2e-3, torch.bfloat16: 2e-2}  # of a GPU, whose float32 products are tf32
+GATHERED = ("torch", "triton", "numpy")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run: the machine, its ceilings, the lines, and the names of the cases that time left out."""
+
+    machine: dict[str, str]
+    ceilings: Ceilings
+    lines: list[Line]
+    left_out: list[str]
+
+
+Progress = Callable[[Sequence[Case]], Iterable[Case]]
+
+
+def measured(device: torch.device, dtype: torch.dtype, budget_s: float, progress: Progress) -> Measured:
+    """All cases: every op checked at a small size, then timed at the sizes of the device, while the budget lasts."""
+    begin = time.perf_counter()
+    refuse_wrong(device, dtype)
+    found = list(cases("gpu" if device.type == "cuda" else "laptop"))
+    ceilings, lines, left_out = ceilings_of(device, dtype), [], []
+    for case in progress(found):
+        if time.perf_counter() - begin < budget_s:
+            torch.manual_seed(0)
+            lines.append(measure(case, device, dtype, ceilings))
+        else:
+            left_out.append(case.name)
+    return Measured(machine(device, dtype), ceilings, lines, left_out)
+
+
+def refuse_wrong(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises a RuntimeError where an op differs from plain torch in float32 at a small odd size, or from itself when run again."""
+    for case in cases("tiny"):
+        ready = case.prepare(device, dtype)
+        got = ready.run().clone()
+        error = relative_error(got, ready.want())
+        if not error <= ERROR[dtype]:
+            raise RuntimeError(f"{case.name}: error {error:.1e} in {dtype}, more than {ERROR[dtype]:.0e}; nothing was timed")
+        if not torch.equal(got.nan_to_num(), ready.run().nan_to_num()) and case.op != "compact":
+            raise RuntimeError(f"{case.name}: two runs over the same tensors differ; nothing was timed")
+
+
+def machine(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """What a reader of the figures asks about the machine."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return {"device": name, "dtype": str(dtype).removeprefix("torch."), "python": platform.python_version(), **versions()}
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in GATHERED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def write(result: Measured, out: Path) -> None:
+    """`out`.json and `out`.png."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**asdict(result), "lines": [asdict(line) for line in result.lines]}, indent=1)
+    part = out.with_suffix(".json.part")
+    part.write_text(text)
+    part.replace(out.with_suffix(".json"))
+    draw(result.lines, result.ceilings, out.with_suffix(".png"))
+
+
+def compiled(builds: Sequence[ops.Build]) -> list[list[str]]:
+    """What the compiler made of every kernel."""
+    head = ["kernel", "registers", "spilled bytes", "shared KiB", "matrix instructions"]
+    rows = [[b.name, f"{b.registers}", f"{b.spills}", f"{b.shared / 1024:.0f}", f"{b.matrix}"] for b in builds]
+    return [head, *rows]
+
+
+def planned() -> list[list[str]]:
+    """Every case of the CUDA run with its floor and the time that is foretold, by an H200's ceilings; nothing is run."""
+    rows = []
+    for case in cases("gpu"):
+        work = case.work(torch.bfloat16)
+        floor = H200.floor(work)
+        rows.append([case.name, H200.bound(work), span(floor), span(floor * case.slack)])
+    return [["case", "bound", "floor", "predicted"], *rows]
