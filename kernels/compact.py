@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from learnkv.kernels.entry import Arch, Entry, Loop, Tile, arch_of
+from learnkv.kernels.entry import Arch, Entry, Tile, arch_of
 
 
 @triton.jit
@@ -38,9 +38,7 @@ def count_kept(keep, lengths, counts, L, tiles, BLOCK_L: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["L", "tiles", "width"])
-def list_moves(
-    keep, lengths, counts, holes, movers, new_lengths, moves, L, tiles, width, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr
-):
+def list_moves(keep, lengths, counts, holes, movers, new_lengths, moves, L, tiles, width, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr):
     """The holes below each head's new length and the slots that fill them, both ascending.  grid (heads * tiles,)
 
     holes, movers  [heads, width] int32, as many of them as `moves` [heads] int32 says
@@ -242,7 +240,7 @@ def row_tile(arch: Arch, D: int, C: int) -> Tile:
 def row_stride(memory: Tensor) -> int:
     """Numbers from one slot's memory to the next; columns of a wider memory will do."""
     N, P, C = memory.shape
-    assert C == 0 or (memory.stride(2) == 1 or C == 1) and (N == 1 or memory.stride(0) == P * memory.stride(1)), "memory must be columns"
+    assert C == 0 or (memory.stride(2) == 1 and (N == 1 or memory.stride(0) == P * memory.stride(1))), "memory must be columns"
     return memory.stride(1)
 
 
@@ -264,9 +262,7 @@ def compact(
     table, lengths, flags, arch = table.contiguous(), lengths.contiguous(), keep.contiguous().view(torch.int8), arch_of(key_pages)
     counting, listing, moving = count_tile(arch), list_tile(arch), row_tile(arch, D, C)
     tiles, heads, width = triton.cdiv(L, counting.blocks["BLOCK_L"]), B * H, max(1, L // 2)  # no more holes than slots to fill them
-    integers = {"dtype": torch.int32, "device": keep.device}
-    counts, holes, movers = (torch.empty(heads, n, **integers) for n in (tiles, width, width))
-    moves = torch.empty(heads, **integers)
+    counts, holes, movers, moves = (torch.empty(heads, n, dtype=torch.int32, device=keep.device) for n in (tiles, width, width, 1))
     count_kept[(heads * tiles,)](flags, lengths, counts, L, tiles, **counting.blocks, **counting.options)
     lists = (flags, lengths, counts, holes, movers, new_lengths, moves, L, tiles, width)
     list_moves[(heads * tiles,)](*lists, **listing.blocks, **listing.options)
@@ -324,11 +320,8 @@ def entries(arch: Arch) -> list[Entry]:
     types |= {name: "i32" for name in ("L", "tiles", "width", "pages", "target_pages", "memory_stride", "target_memory_stride")}
     found = [Entry(count_kept, "", types, {}, count_tile(arch))]
     found += [Entry(kernel, "", types, {}, list_tile(arch)) for kernel in (list_moves, list_kept)]
-    for name, size, D, C in (("bf16", 2, 128, 1), ("bf16", 2, 64, 0), ("bf16", 2, 80, 3), ("bf16", 2, 256, 1), ("fp32", 4, 128, 1)):
+    for name, D, C in (("bf16", 128, 1), ("bf16", 64, 0), ("bf16", 80, 3), ("bf16", 256, 1), ("fp32", 128, 1)):
         pools = {pool: f"*{name}" for pool in ("keys", "values", "target_keys", "target_values")}
-        shape = row_tile(arch, D, C)
-        loop = Loop(bytes=4 * size * D * shape.blocks["BLOCK_M"])  # a key and a value, read and written
-        for kernel in (move_rows, clear_stale, copy_rows):
-            of_kernel = loop if kernel is not clear_stale and (name, D) == ("bf16", 128) else None
-            found.append(Entry(kernel, f"{name} D={D} C={C}", types | pools, {"P": 16, "D": D, "C": C}, shape, loop=of_kernel))
+        constants, shape = {"P": 16, "D": D, "C": C}, row_tile(arch, D, C)
+        found += [Entry(kernel, f"{name} D={D} C={C}", types | pools, constants, shape) for kernel in (move_rows, clear_stale, copy_rows)]
     return found

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from learnkv.kernels.entry import Arch, Entry, Loop, Tile, arch_of
+from learnkv.kernels.entry import Arch, Entry, Tile, arch_of
 
 
 @triton.jit(do_not_specialize=["L", "tiles", "num_pages", "P"])
@@ -61,13 +61,10 @@ def gather_pages(pages: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
 
 def entries(arch: Arch) -> list[Entry]:
     """What the launcher above can launch."""
-    types = {"table": "*i32", "lengths": "*i64"} | {
-        name: "i32" for name in ("L", "tiles", "num_pages", "P", "page_stride", "row_stride")
-    }
+    types = {"table": "*i32", "lengths": "*i64"} | {name: "i32" for name in ("L", "tiles", "num_pages", "P", "page_stride", "row_stride")}
     found = []
-    for name, size, X in (("bf16", 2, 128), ("bf16", 2, 64), ("bf16", 2, 80), ("bf16", 2, 256), ("fp32", 4, 128), ("fp32", 4, 3), ("i32", 4, 1)):
-        shape, aligned = tile(arch, X), ("page_stride", "row_stride") if X % 16 == 0 else ()
-        loop = Loop(bytes=2 * size * X * shape.blocks["BLOCK_L"]) if (name, X) == ("bf16", 128) else None
+    for name, X in (("bf16", 128), ("bf16", 64), ("bf16", 80), ("bf16", 256), ("fp32", 128), ("fp32", 3), ("i32", 1)):
+        aligned = ("page_stride", "row_stride") if X % 16 == 0 else ()
         pool = {"pages": f"*{name}", "out": f"*{name}"}
-        found.append(Entry(gather_rows, f"{name} X={X}", types | pool, {"X": X}, shape, aligned=aligned, loop=loop))
+        found.append(Entry(gather_rows, f"{name} X={X}", types | pool, {"X": X}, tile(arch, X), aligned=aligned))
     return found

@@ -16,7 +16,7 @@ SCORE_STEPS = tl.constexpr(4)
 STEPS = tl.constexpr(8)
 MINUS_INFINITY = tl.constexpr(-2139095041)  # what `score_word` makes of it
 
-ROW_BLOCKS = (256, 1024, 4096, 16384)  # rows up to the last fit in the registers of one program
+ROW_BLOCKS = (256, 1024, 4096, 8192)  # rows up to the last fit in the registers of one program
 
 
 @triton.jit
@@ -132,9 +132,7 @@ def store_state(states, row, high, low, left):
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "L", "score_stride", "position_stride", "step"])
-def count_digits(
-    scores, positions, counts, states, histograms, rows, tiles, L, score_stride, position_stride, step, BLOCK_L: tl.constexpr
-):
+def count_digits(scores, positions, counts, states, histograms, rows, tiles, L, score_stride, position_stride, step, BLOCK_L: tl.constexpr):
     """One step of a long row: the digit before is settled by every program, the next one counted by all.  grid (rows * tiles,)
 
     states      [STEPS + 1, rows, 3] int32
@@ -220,10 +218,10 @@ def mark(
     tl.store(keep + row * L + slot, chosen.to(tl.int8), mask=inside)
 
 
-def row_tile(L: int) -> Tile:
-    """`select_row`, for rows of up to the last of ROW_BLOCKS."""
-    block = next(size for size in ROW_BLOCKS if size >= L)
-    return Tile({"BLOCK_L": block}, warps=max(4, block // 1024), stages=1)
+def row_tile(L: int) -> Tile | None:
+    """`select_row`, None for rows longer than the last of ROW_BLOCKS."""
+    block = next((size for size in ROW_BLOCKS if size >= L), None)
+    return None if block is None else Tile({"BLOCK_L": block}, warps=max(4, block // 512), stages=1)
 
 
 def tile(arch: Arch) -> Tile:
@@ -246,7 +244,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def select(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
-    """As reference.select: one launch for rows of up to 16,384, eleven for longer ones; asks the device nothing."""
+    """As reference.select: one launch for rows of up to 8,192, eleven for longer ones; asks the device nothing."""
     assert scores.dtype == torch.float32 and positions.dtype == torch.int32, f"{scores.dtype} scores, {positions.dtype} positions"
     keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     if not keep.numel():
@@ -255,8 +253,7 @@ def select(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
     scores, positions = as_rows(scores), as_rows(positions.expand(scores.shape))
     rows, L = scores.shape
     flags, strides, arch = keep.view(torch.int8), (scores.stride(0), positions.stride(0)), arch_of(scores)
-    if L <= ROW_BLOCKS[-1]:
-        small = row_tile(L)
+    if (small := row_tile(L)) is not None:
         select_row[(rows,)](scores, positions, count, flags, L, *strides, **small.blocks, **small.options)
         return keep
     step_tile, last = tile(arch), mark_tile(arch)
@@ -309,7 +306,7 @@ def entries(arch: Arch) -> list[Entry]:
     """What the launchers above can launch."""
     data = {"scores": "*fp32", "positions": "*i32", "counts": "*i64", "keep": "*i8", "states": "*i32", "histograms": "*i32", "ties": "*i32"}
     sizes = {name: "i32" for name in ("rows", "tiles", "L", "score_stride", "position_stride", "step")}
-    found = [Entry(select_row, f"L<={block}", {**data, **sizes}, {}, row_tile(block)) for block in ROW_BLOCKS]
+    found = [Entry(select_row, f"L<={block}", {**data, **sizes}, {}, shape) for block in ROW_BLOCKS if (shape := row_tile(block))]
     loop = Loop(bytes=9 * evict_tile(arch).blocks["BLOCK_L"])  # score, position and flag
     evict = {"scores": "*fp32", "positions": "*i32", "protected": "*i8", "slots": "*i64", **sizes, "protected_stride": "i32"}
     return [
