@@ -27,11 +27,11 @@ def gather_pages(pages: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
 
 
 def select(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
-    """The best `count` entries of each row; of equal scores the later position wins.
+    """The best `count` entries of each row; of equal scores the later position wins, of equal positions too the first entry.
 
-    scores     [..., L] float32, -inf never chosen
+    scores     [..., L] float32, -inf and NaN never chosen
     positions  [..., L] int32
-    count      [...] int64
+    count      [...] int64, 0 and less chooses nothing
     returns    [..., L] bool
     """
     order = ranking_keys(scores, positions).argsort(dim=-1, descending=True, stable=True)
@@ -41,9 +41,123 @@ def select(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
 
 
 def ranking_keys(scores: Tensor, positions: Tensor) -> Tensor:
-    """[..., L] int64 that order as (score, position) do: a float's bits order as its value, those of negative ones the other way round."""
-    bits = (scores + 0.0).contiguous().view(torch.int32)  # 0.0 in the place of -0.0
+    """[..., L] int64 that order as (score, position) do: a float's bits order as its value, those of negative ones the other way round.
+
+    NaN counts as -inf, -0.0 as 0.0.
+    """
+    bits = (scores.nan_to_num(float("-inf"), float("inf"), float("-inf")) + 0.0).contiguous().view(torch.int32)  # 0.0 in the place of -0.0
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * (1 << 32) + positions
+
+
+def evict_slot(scores: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
+    """The slot that each head gives up next: the lowest score of those unprotected, the earlier position of equal ones.
+
+    It is the one that `select` of all but one would leave out.
+
+    scores     [B, H, L] float32, NaN as -inf
+    positions  [B, H, L] int32, -1 where empty
+    protected  [B, H, L] bool
+    returns    [B, H] int64, -1 where no slot may go
+    """
+    free = (positions >= 0) & ~protected
+    keys = ranking_keys(scores, positions).masked_fill(~free, torch.iinfo(torch.int64).max)
+    worst = free & (keys == keys.amin(-1, keepdim=True)) if keys.shape[-1] else free
+    slots = torch.arange(keys.shape[-1], device=keys.device)
+    return torch.cat([torch.where(worst, slots, -1), slots.new_full((*keys.shape[:-1], 1), -1)], -1).amax(-1)
+
+
+def located(table: Tensor, slots: Tensor, held: Tensor, P: int) -> tuple[Tensor, Tensor]:
+    """Pages [n] and rows in them [n] int64 of those slots [B, H, L] that are `held` [B, H, L], head by head."""
+    b, h, l = held.nonzero(as_tuple=True)
+    slots = slots.expand_as(held)[b, h, l]
+    return table[b, h, slots // P].long(), slots % P
+
+
+def compact(
+    key_pages: Tensor, value_pages: Tensor, position_pages: Tensor, memory_pages: Tensor, table: Tensor, lengths: Tensor, keep: Tensor
+) -> Tensor:
+    """Drops all slots but `keep`, in place: those kept beyond the new length fill the holes below it, both ascending; order is not kept.
+
+    Slots given up get position -1, memory 0 and value 0: an old NaN would outlive its weight of 0.  No page may stand in two places.
+
+    key_pages, value_pages  [N, P, D]
+    position_pages          [N, P] int32
+    memory_pages            [N, P, C] float32
+    table                   [B, H, pages] int32, -1 past a head's last page
+    lengths                 [B, H] slots held, left as they are
+    keep                    [B, H, L] bool, ignored from a head's length on
+    returns                 [B, H] slots held now, in the type of lengths
+    """
+    P, slots = key_pages.shape[1], torch.arange(keep.shape[-1], device=keep.device)
+    filled = slots < lengths[..., None]
+    keep = keep & filled
+    new_lengths = keep.sum(-1)
+    below = slots < new_lengths[..., None]
+    target, source = located(table, slots, ~keep & below, P), located(table, slots, keep & ~below, P)
+    for pages in (key_pages, value_pages, position_pages, memory_pages):
+        pages[target] = pages[source]
+    stale = located(table, slots, filled & ~below, P)
+    position_pages[stale], memory_pages[stale], value_pages[stale] = -1, 0, 0
+    return new_lengths.to(lengths.dtype)
+
+
+def copy_kept(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    position_pages: Tensor,
+    memory_pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    keep: Tensor,
+    target_key_pages: Tensor,
+    target_value_pages: Tensor,
+    target_position_pages: Tensor,
+    target_memory_pages: Tensor,
+    target_table: Tensor,
+) -> Tensor:
+    """Copies the slots in `keep`, in their order, to the first slots of each head in other pages; arguments as `compact`.
+
+    memory_pages, target_memory_pages  [., P, C] float32, columns of wider ones perhaps
+    target_table                       [B, H, pages] int32 with room for what is kept, in pages that `table` does not name
+    returns                            [B, H] slots held there, in the type of lengths
+    """
+    P, slots = key_pages.shape[1], torch.arange(keep.shape[-1], device=keep.device)
+    keep = keep & (slots < lengths[..., None])
+    source, target = located(table, slots, keep, P), located(target_table, keep.cumsum(-1) - 1, keep, P)
+    sources = (key_pages, value_pages, position_pages, memory_pages)
+    targets = (target_key_pages, target_value_pages, target_position_pages, target_memory_pages)
+    for old, new in zip(sources, targets, strict=True):
+        new[target] = old[source]
+    return keep.sum(-1).to(lengths.dtype)
+
+
+def append_kv(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    position_pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Writes new tokens after what each head holds, in pages that it has; `lengths` stay as they are and are the caller's to raise.
+
+    key_pages, value_pages  [N, P, D]
+    position_pages          [N, P] int32
+    table                   [B, H, pages] int32 with room for `lengths + (positions >= 0).sum(-1)[:, None]`
+    lengths                 [B, H] slots held
+    keys, values            [B, H, T, D] in the pages' type
+    positions               [B, T] ordinals of the real tokens, -1 on padding, which is not stored
+    returns                 [B, H, T] int64 slots written to, -1 on padding
+    """
+    real = positions >= 0
+    slots = lengths[..., None] + real.cumsum(-1)[:, None] - 1  # [B, H, T]
+    written = real[:, None].expand_as(slots)
+    place = located(table, slots, written, key_pages.shape[1])
+    key_pages[place], value_pages[place] = keys[written], values[written]
+    position_pages[place] = positions[:, None].expand_as(slots)[written].int()
+    return slots.masked_fill(~written, -1)
 
 
 BLOCK_ELEMENTS = 1 << 21  # logits held at once: 8 MiB of float32, near a core's cache
