@@ -140,6 +140,8 @@ def append_kv(
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
+    first: Tensor | None = None,
+    padded: bool = True,
 ) -> Tensor:
     """Writes new tokens after what each head holds, in pages that it has; `lengths` stay as they are and are the caller's to raise.
 
@@ -149,15 +151,30 @@ def append_kv(
     lengths                 [B, H] slots held
     keys, values            [B, H, T, D] in the pages' type
     positions               [B, T] ordinals of the real tokens, -1 on padding, which is not stored
+    first                   [B, H, 1] int64 where the first slot of each head lies among all slots, where its pages lie in one run
+    padded                  False where nothing is padding: nobody then looks
     returns                 [B, H, T] int64 slots written to, -1 on padding
     """
-    real = positions >= 0
-    slots = lengths[..., None] + real.cumsum(-1)[:, None] - 1  # [B, H, T]
-    written = real[:, None].expand_as(slots)
-    place = located(table, slots, written, key_pages.shape[1])
-    key_pages[place], value_pages[place] = keys[written], values[written]
-    position_pages[place] = positions[:, None].expand_as(slots)[written].int()
-    return slots.masked_fill(~written, -1)
+    T, P = keys.shape[2], key_pages.shape[1]
+    if padded:
+        real = positions >= 0
+        slots = lengths[..., None] + real.cumsum(-1)[:, None] - 1  # [B, H, T]
+        written = real[:, None].expand_as(slots)
+        slots = slots.masked_fill(~written, -1)
+    else:
+        slots = lengths[..., None] + torch.arange(T, device=keys.device) if T > 1 else lengths[..., None]
+    where = written.flatten() if padded else slice(None)
+    places = first + slots if first is not None else page_rows(table, slots, P)
+    for pages, new in ((key_pages, keys), (value_pages, values)):
+        pages.flatten(0, 1).index_copy_(0, places.flatten()[where], new.flatten(0, 2)[where])
+    position_pages.view(-1).index_copy_(0, places.flatten()[where], positions.int()[:, None].expand(slots.shape).flatten()[where])
+    return slots
+
+
+def page_rows(table: Tensor, slots: Tensor, P: int) -> Tensor:
+    """slots [B, H, S] -> [B, H, S] int64 rows of the flattened pages; meaningless past a head's last page."""
+    slots = slots.clamp(min=0)
+    return table.gather(2, slots // P).long() * P + slots % P
 
 
 BLOCK_ELEMENTS = 1 << 21  # logits held at once: 8 MiB of float32, near a core's cache

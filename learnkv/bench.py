@@ -69,10 +69,10 @@ def run(command: BenchCommand) -> None:
     if command.part == "kernels":
         kernels(command)
         return
-    gate_config = config.build(GATES[command.method].Config, command.gate, "gate")  # a mistake in it should not wait for the model
+    gate_config: object = config.build(GATES[command.method].Config, command.gate, "gate")  # a mistake in it should not wait for the model
     device = device_of(command)
     model, tokenizer = load_model(command.model, DTYPES[command.dtype])
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]
     print(f"model: {command.model}, {command.dtype}, {device}, {torch.get_num_threads()} threads", flush=True)
     parts = {
         "runtime": lambda: speed.runtime(model, command.bench),

@@ -29,6 +29,7 @@ class Slots:
     memory_pages            [N, P, C] float32
     table                   [B, H, pages] int32, -1 past a head's last page
     lengths                 [B, H] int32  slots held by each head
+    ordered                 whether every head's slots lie ascending in position; the padded views do in any case
     """
 
     key_pages: Tensor
@@ -37,6 +38,7 @@ class Slots:
     memory_pages: Tensor
     table: Tensor
     lengths: Tensor
+    ordered: bool = field(default=True, kw_only=True)
 
     @classmethod
     def dense(cls, keys: Tensor, values: Tensor, positions: Tensor | None = None, memory: Tensor | None = None) -> Slots:
@@ -61,23 +63,52 @@ class Slots:
     @cached_property
     def keys(self) -> Tensor:
         """[B, H, L, D] ascending in position, 0 where empty."""
-        return ops.gather_pages(self.key_pages, self.table, self.lengths)
+        return self.gathered(self.key_pages)
 
     @cached_property
     def values(self) -> Tensor:
         """[B, H, L, D] ascending in position, 0 where empty."""
-        return ops.gather_pages(self.value_pages, self.table, self.lengths)
+        return self.gathered(self.value_pages)
 
     @cached_property
     def positions(self) -> Tensor:
         """[B, H, L] int32, -1 where the slot is empty."""
+        return self.in_order(self.stored_positions)
+
+    @cached_property
+    def stored_positions(self) -> Tensor:
+        """[B, H, L] int32 as the slots lie, -1 where empty."""
         gathered = ops.gather_pages(self.position_pages[..., None], self.table, self.lengths)[..., 0]
         return gathered.masked_fill(~self.filled, -1)
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """[B, H, L] int64 which slot each place of the padded views shows; None where they lie as they are shown."""
+        if self.ordered:
+            return None
+        return self.stored_positions.masked_fill(~self.filled, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+
+    def gathered(self, pages: Tensor) -> Tensor:
+        """pages [N, P, X] -> [B, H, L, X] ascending in position, 0 where empty."""
+        return self.in_order(ops.gather_pages(pages, self.table, self.lengths))
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """x [B, H, L, ...] of the slots as they lie -> as the padded views show them."""
+        return x if self.order is None else x.gather(2, expanded(self.order, x))
+
+    def as_stored(self, x: Tensor) -> Tensor:
+        """x [B, H, L, ...] of the padded views -> of the slots as they lie."""
+        return x if self.order is None else torch.zeros_like(x).scatter(2, expanded(self.order, x), x)
 
     @cached_property
     def filled(self) -> Tensor:
         """[B, H, L] bool, True where the slot holds a token."""
         return torch.arange(self.max_length, device=self.lengths.device) < self.lengths[..., None]
+
+
+def expanded(index: Tensor, x: Tensor) -> Tensor:
+    """index [B, H, L] in the shape of x [B, H, L, ...]."""
+    return index.view(*index.shape, *[1] * (x.ndim - 3)).expand_as(x)
 
 
 @dataclass(frozen=True)
@@ -142,7 +173,7 @@ class Observation:
     @cached_property
     def memory(self) -> Tensor:
         """[B, H, L, C] float32, what this scorer wrote beside each token."""
-        return ops.gather_pages(self.slots.memory_pages[..., self.memory_columns], self.slots.table, self.slots.lengths)
+        return self.slots.gathered(self.slots.memory_pages[..., self.memory_columns])
 
     @property
     def filled(self) -> Tensor:

@@ -347,14 +347,17 @@ def test_memory_of_kept_tokens_travels_with_them(llama):
     with attach(llama):
         cache = EvictionCache(policy(H2O(), 10), llama)
         llama(prompt(30), cache=cache)
-        before = cache.states[1].held
-        mass = {(h, int(p)): float(before.slots().memory_pages[before.table[0, h, s // PAGE], s % PAGE, 0])
-                for h in range(2) for s, p in enumerate(before.slots().positions[0, h])}  # fmt: skip
+        before = memory_by_position(cache.states[1].held.slots())
         llama(prompt(1, seed=6), cache=cache)
-        after = cache.states[1].held
-    for h in range(2):
-        for s, p in enumerate(after.slots().positions[0, h].tolist()):
-            assert float(after.pool.memory[after.table[0, h, s // PAGE], s % PAGE, 0]) >= mass.get((h, p), 0)
+        after = memory_by_position(cache.states[1].held.slots())
+    assert all(mass >= before.get(token, 0) for token, mass in after.items())
+    assert len(before.keys() & after.keys()) == 2 * 9
+
+
+def memory_by_position(slots):
+    """(head, position) -> the first float beside that token."""
+    memory = slots.gathered(slots.memory_pages)[0, :, :, 0]
+    return {(h, int(p)): float(memory[h, s]) for h in range(len(memory)) for s, p in enumerate(slots.positions[0, h])}
 
 
 @pytest.mark.parametrize("method", ["h2o", "recency_hybrid", "vatp"])
@@ -382,8 +385,8 @@ def test_criticalkvs_norms_are_those_of_the_values_held(llama, allocate):
         generate(llama, prompt(30), cache, n=7)
     for state, block in zip(cache.states, llama.model.layers, strict=True):
         held = Slots.dense(*(getattr(state.held.slots(), name) for name in ("keys", "values", "positions")))
-        norms = state.held.slots().memory_pages[..., 1]
-        got = torch.stack([norms[state.held.table[0, h].long()].flatten()[: held.max_length] for h in range(len(held.table[0]))])
+        slots = state.held.slots()
+        got = slots.gathered(slots.memory_pages)[0, ..., 1]
         want = projected_norm(held.values, block.self_attn.o_proj.weight)[0]
         assert torch.allclose(got[held.filled[0]], want[held.filled[0]], rtol=1e-5)
 

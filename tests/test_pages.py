@@ -58,8 +58,7 @@ class PagesMachine(RuleBasedStateMachine):
             for h in range(H):
                 twin.heads[b][h] += list(zip(range(twin.seen[b], twin.seen[b] + n), numbers[b, h, T - n :].tolist(), strict=True))
             twin.seen[b] += n
-        append = twin.pages.append if bool((positions < 0).any()) else twin.pages.append_to_all
-        append(*filled(numbers), positions)
+        twin.pages.append(*filled(numbers), positions, padded=bool((positions < 0).any()))
         self.remember(twin)
 
     def remember(self, twin: Twin) -> None:
@@ -69,7 +68,7 @@ class PagesMachine(RuleBasedStateMachine):
         for b, row in enumerate(twin.heads):
             for h, tokens in enumerate(row):
                 memory[b, h, : len(tokens), 0] = torch.tensor([number for _, number in tokens])
-        twin.pages.write_memory(memory, slice(0, C))
+        twin.pages.write_memory(twin.pages.slots().as_stored(memory), slice(0, C))
 
     @rule(which=st.integers(0, 3), kept=st.floats(0, 1), seed=st.integers(0, 99), spare=st.integers(0, 40))
     def evict(self, which, kept, seed, spare):
@@ -79,7 +78,7 @@ class PagesMachine(RuleBasedStateMachine):
         for b, row in enumerate(twin.heads):
             for h, tokens in enumerate(row):
                 row[h] = [token for slot, token in enumerate(tokens) if keep[b, h, slot]]
-        twin.pages.compact(keep, spare)
+        twin.pages.compact(twin.pages.slots().as_stored(keep), spare)
 
     @rule(which=st.integers(0, 3))
     def clone(self, which):
@@ -112,8 +111,7 @@ class PagesMachine(RuleBasedStateMachine):
                     numbers = torch.tensor([number for _, number in tokens])
                     wanted = numbers[:, None].expand(n, D)
                     assert torch.equal(slots.keys[b, h, :n], wanted) and torch.equal(slots.values[b, h, :n], -wanted)
-                    memory = twin.pages.pool.memory.flatten(0, 1)[twin.pages.places(twin.pages.all_slots()[0])[b, h, :n], 0]
-                    assert torch.equal(memory, numbers)
+                    assert torch.equal(slots.gathered(slots.memory_pages)[b, h, :n, 0], numbers)
 
     @invariant()
     def used_and_free_pages_add_up_and_none_stands_twice_unless_shared(self):
@@ -128,7 +126,7 @@ class PagesMachine(RuleBasedStateMachine):
     def equal_runs_are_what_the_pages_hold(self):
         for twin in self.twins:
             run, slots = twin.pages.equal_run(), twin.pages.slots()
-            assert run is None or (torch.equal(run[0], slots.keys) and torch.equal(run[1], slots.values))
+            assert run is None or all(torch.equal(slots.in_order(x), y) for x, y in zip(run, (slots.keys, slots.values), strict=True))
 
     @invariant()
     def owners_that_were_kept_are_what_the_table_says(self):

@@ -177,7 +177,7 @@ def decode(model: PreTrainedModel, token: Tensor, cache: Cache, steps: int) -> N
         model(token, cache=cache)
 
 
-def in_turns(contenders: Mapping[str, Callable[[], None]], turns: int) -> dict[str, float]:
+def in_turns(contenders: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
     """Seconds of each contender's fastest turn; the first turn of each only warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns + 1):

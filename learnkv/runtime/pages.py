@@ -53,9 +53,9 @@ class Pool:
             memory=torch.zeros(count, PAGE, memory_size, device=keys.device),
         )
 
-    def slots(self, table: Tensor, lengths: Tensor) -> Slots:
+    def slots(self, table: Tensor, lengths: Tensor, ordered: bool) -> Slots:
         """What scorers and ops take."""
-        return Slots(self.keys, self.values, self.positions, self.memory, table, lengths)
+        return Slots(self.keys, self.values, self.positions, self.memory, table, lengths, ordered=ordered)
 
     def uses(self) -> Tensor:
         """[N] int64, in how many places of the tables each page stands; 0 where it is free."""
@@ -98,12 +98,13 @@ class Pool:
 class Pages:
     """Keys, values, positions and memory of one layer: which pages of a pool belong to which head.
 
-    A head owns as many pages as it needs, whatever its neighbours hold.  Slots are ascending in position.  Tokens are appended and
-    compacted in place; a page that stands in another table too is copied before it is written.
+    A head owns as many pages as it needs, whatever its neighbours hold.  Tokens are appended and compacted in place; a page that stands
+    in another table too is copied before it is written.
 
     table    [B, H, pages] int32, -1 past a head's last page; never written in place
     lengths  [B, H] int64 slots held
     runs     whether each head's pages lie in one run, in order of the heads, from page 0 on
+    ordered  whether slots lie ascending in position: they do until something was compacted in place
     equal    the length of all heads where they have one, and equally many pages, else None; as `room` known without asking the device
     room     tokens that every head takes before it needs another page
     first    [B, H, 1] int64 where the first slot of each head lies among all slots
@@ -113,6 +114,7 @@ class Pages:
     table: Tensor
     lengths: Tensor
     runs: bool = False
+    ordered: bool = True
     equal: int | None = field(init=False)
     room: int = field(init=False)
     first: Tensor = field(init=False)
@@ -146,11 +148,11 @@ class Pages:
 
     def slots(self) -> Slots:
         """What scorers and ops take; shares the pages."""
-        return self.pool.slots(self.table, self.lengths)
+        return self.pool.slots(self.table, self.lengths, self.ordered)
 
     def row(self, b: int) -> Slots:
         """One sequence."""
-        return self.pool.slots(self.table[b : b + 1], self.lengths[b : b + 1])
+        return self.pool.slots(self.table[b : b + 1], self.lengths[b : b + 1], self.ordered)
 
     def equal_run(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values [B, H, L, D] as views where all heads hold equally many in equal runs, else None."""
@@ -163,9 +165,7 @@ class Pages:
 
     def places(self, slots: Tensor) -> Tensor:
         """slots [B, H, S] -> [B, H, S] int64 rows of the flattened pages; meaningless past a head's last page."""
-        if self.runs:
-            return self.first + slots
-        return self.table.gather(2, slots // PAGE).long() * PAGE + slots % PAGE
+        return self.first + slots if self.runs else self.table.gather(2, slots // PAGE).long() * PAGE + slots % PAGE
 
     def owners(self) -> ops.Owners | None:
         """What `ops.owners` says of the table, asked again only after more than an append."""
@@ -178,43 +178,35 @@ class Pages:
         slots = torch.arange(int(self.lengths.max()), device=self.lengths.device).expand(*self.lengths.shape, -1)
         return slots, slots < self.lengths[..., None]
 
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, *, padded: bool = True) -> Tensor:
         """Writes keys, values [B, H, T, D] after what each head holds; positions [B, T] are -1 on padding, which is not stored.
 
-        Returns [B, H, T] int64 slots written to, -1 on padding.
+        Where nothing is padding and there is room, the device is asked nothing.  Returns [B, H, T] int64 slots written to, -1 on padding.
         """
-        real = positions >= 0
-        slots = self.lengths[..., None] + real.cumsum(-1)[:, None] - 1  # [B, H, T]
-        written = real[:, None].expand_as(slots)
-        with self.pool.lock:
-            self.reserve(self.lengths + real.sum(-1)[:, None])
-            self.lengths = self.lengths + real.sum(-1)[:, None]
-            places = self.places(slots.clamp(min=0))[written]
-            self.write(places, keys[written], values[written], positions.int()[:, None].expand_as(slots)[written])
-            self.measure()
-        return slots.masked_fill(~written, -1)
-
-    def append_to_all(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        """`append` where nothing is padding: as many tokens for every head, so that decoding asks the device nothing."""
         T = keys.shape[2]
-        slots = self.lengths[..., None] if T == 1 else self.lengths[..., None] + torch.arange(T, device=keys.device)
         with self.pool.lock:
+            longer = self.lengths + ((positions >= 0).sum(-1)[:, None] if padded else T)
             if self.pool.shared or self.room < T:
-                self.reserve(self.lengths + T)
+                self.reserve(longer)
                 self.measure()
-            self.lengths = self.lengths + T
-            self.equal, self.room = None if self.equal is None else self.equal + T, self.room - T
-            places = self.places(slots).flatten()
-            self.write(places, keys.flatten(0, 2), values.flatten(0, 2), positions.int()[:, None].expand(slots.shape).flatten())
-            if self.whose is not None:
-                heads = torch.arange(len(places), dtype=torch.int32, device=places.device) // T
-                self.whose.slots.view(-1).index_copy_(0, places, heads)
+            pool, first = self.pool, self.first if self.runs else None
+            slots = ops.append_kv(
+                pool.keys, pool.values, pool.positions, self.table, self.lengths, keys, values, positions, first=first, padded=padded
+            )
+            self.lengths = longer
+            if padded:
+                self.measure()
+            else:
+                self.equal, self.room = None if self.equal is None else self.equal + T, self.room - T
+                self.own(slots)
         return slots
 
-    def write(self, places: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Tokens [n, ...] into rows `places` [n] of the flattened pages."""
-        for name, x in (("keys", keys), ("values", values), ("positions", positions)):
-            getattr(self.pool, name).flatten(0, 1).index_copy_(0, places, x)
+    def own(self, slots: Tensor) -> None:
+        """slots [B, H, T] are filled now, where it is kept whose each slot is."""
+        if self.whose is not None:
+            places = self.places(slots).flatten()
+            heads = torch.arange(len(places), dtype=torch.int32, device=places.device) // slots.shape[2]
+            self.whose.slots.view(-1).index_copy_(0, places, heads)
 
     def reserve(self, lengths: Tensor) -> None:
         """Room for `lengths` [B, H] tokens.
@@ -254,7 +246,7 @@ class Pages:
     def become(self, other: Pages) -> None:
         """Takes over what `other` holds, which nobody else uses."""
         self.pool.users.discard(self)
-        self.pool, self.table, self.lengths, self.runs = other.pool, other.table, other.lengths, other.runs
+        self.pool, self.table, self.lengths, self.runs, self.ordered = other.pool, other.table, other.lengths, other.runs, other.ordered
         self.pool.users.add(self)
         self.measure()
 
@@ -262,13 +254,10 @@ class Pages:
         """A copy of the slots in `keep` [B, H, L], in fresh pages; `columns` of the memory come along."""
         pool = self.pool
         new = Pages.empty(counts, pool.keys, pool.values, pool.memory[..., columns].shape[-1])
-        slots, _ = self.all_slots()
-        source = self.places(slots)[keep]
-        target = new.places((keep.cumsum(-1) - 1).clamp(min=0))[keep]
-        for name in ("keys", "values", "positions"):
-            getattr(new.pool, name).flatten(0, 1)[target] = getattr(pool, name).flatten(0, 1)[source]
-        new.pool.memory.flatten(0, 1)[target] = pool.memory[..., columns].flatten(0, 1)[source]
-        new.lengths = keep.sum(-1)
+        source = pool.keys, pool.values, pool.positions, pool.memory[..., columns]
+        target = new.pool.keys, new.pool.values, new.pool.positions, new.pool.memory
+        new.lengths = ops.copy_kept(*source, self.table, self.lengths, keep, *target, new.table)
+        new.ordered = self.ordered
         new.measure()
         return new
 
@@ -277,29 +266,18 @@ class Pages:
         return self.moved(keep, pages_for(keep.sum(-1) + spare), columns)
 
     def compact(self, keep: Tensor, spare: int) -> None:
-        """Drops all slots but `keep` [B, H, L], in place; gives pages back when over half of them hold nothing."""
+        """Drops all slots but `keep` [B, H, L], in place, where slots then no longer lie in order; gives pages back when over half are empty.
+
+        Both cost as much as is moved: in place that is what was evicted, not what stays.
+        """
         with self.pool.lock:
-            lengths = keep.sum(-1)
-            if self.pool.in_common() or len(self.pool.keys) > 2 * int(pages_for(lengths + spare).sum()):
+            if self.pool.in_common() or len(self.pool.keys) > 2 * int(pages_for(keep.sum(-1) + spare).sum()):
                 self.become(self.kept(keep, spare))
             else:
-                self.close_up(keep)
-
-    def close_up(self, keep: Tensor) -> None:
-        """Moves the slots in `keep` [B, H, L] to the front, in place."""
-        slots, filled = self.all_slots()
-        target, lengths = keep.cumsum(-1) - 1, keep.sum(-1)
-        moving = keep & (target < slots)
-        source, place = self.places(slots)[moving], self.places(target.clamp(min=0))[moving]
-        for name in PAGED:
-            pages = getattr(self.pool, name).flatten(0, 1)
-            pages[place] = pages[source]
-        stale = self.places(slots)[filled & (slots >= lengths[..., None])]
-        self.pool.positions.view(-1)[stale] = -1
-        self.pool.memory.flatten(0, 1)[stale] = 0
-        self.pool.values.flatten(0, 1)[stale] = 0  # an old NaN would outlive its weight of 0
-        self.lengths = lengths
-        self.measure()
+                pool = self.pool
+                self.lengths = ops.compact(pool.keys, pool.values, pool.positions, pool.memory, self.table, self.lengths, keep)
+                self.ordered = False
+                self.measure()
 
     def write_memory(self, memory: Tensor, columns: slice, rows: slice = slice(None)) -> None:
         """memory [b, H, L, C] into these columns of the filled slots of some rows."""
@@ -325,7 +303,7 @@ class Pages:
         """The rows `index` [b] as they are now, some of them perhaps several times; pages are shared."""
         self.pool.shared = True
         same = torch.equal(index, torch.arange(len(self.table), device=index.device))
-        return Pages(self.pool, self.table[index], self.lengths[index], runs=self.runs and same)
+        return Pages(self.pool, self.table[index], self.lengths[index], runs=self.runs and same, ordered=self.ordered)
 
     @classmethod
     def stacked(cls, parts: Sequence[Pages]) -> Pages:
@@ -344,7 +322,8 @@ class Pages:
         table = torch.cat([F.pad(table, (0, width - table.shape[-1]), value=-1) for table in tables])
         in_runs = all(part.runs and part.table.numel() == len(part.pool.keys) for part in parts)
         equal = len({part.table.shape[2] for part in parts}) == 1
-        return cls(pool, table, torch.cat([part.lengths for part in parts]), runs=in_runs and equal)
+        ordered = all(part.ordered for part in parts)
+        return cls(pool, table, torch.cat([part.lengths for part in parts]), runs=in_runs and equal, ordered=ordered)
 
     def tensors(self) -> list[Tensor]:
         """All that holds memory."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learnkv import ops
 from learnkv.geometry import removable_frequencies
 from learnkv.observation import Scorer, Slots
 from learnkv.rope import changes_with_length, renumbered
@@ -46,8 +45,7 @@ class RenumberedSlots(Slots):
         """[B, H, L, D] ascending in position, 0 where empty; those that nothing after them was evicted from are as they were born."""
         first = self.num_seen[:, None] - self.lengths  # [B, H] where the first slot moves to
         moved = first[..., None] + torch.arange(self.max_length, device=first.device) - self.positions
-        keys = ops.gather_pages(self.key_pages, self.table, self.lengths)
-        return renumbered(keys, moved.masked_fill(~self.filled, 0), self.frequencies)
+        return renumbered(self.gathered(self.key_pages), moved.masked_fill(~self.filled, 0), self.frequencies)
 
 
 def frequencies_for(model: PreTrainedModel, scorers: Sequence[Scorer]) -> Tensor:

@@ -113,7 +113,7 @@ class Target:
         keeps = self.policy.select(observations, pinned, budget=self.budget, scores=scores)
         for state, obs, keep in zip(states, observations, keeps, strict=True):
             keep |= obs.filled & ~self.over[state.index].to(keep.device)[:, None, None]
-            mine = self.states[state.index]
+            keep, mine = obs.slots.as_stored(keep), self.states[state.index]
             if mine is state and not step.prefill:
                 state.held.compact(keep, self.policy.interval)
             else:
@@ -196,8 +196,7 @@ class Step:
             counts = pages_for(self.num_new.to(keys.device) + 1)[:, None].expand(B, H)
             state.pages = Pages.empty(counts, keys, values, sum(seat.scorer.memory_size for seat in self.seats))
         refuse_other_types(state.pages.pool, keys, values)
-        append = state.pages.append if self.padded else state.pages.append_to_all
-        self.state, self.new_slots = state, append(keys, values, positions)
+        self.state, self.new_slots = state, state.pages.append(keys, values, positions, padded=self.padded)
         self.slots = self.seen(state.pages.slots())
         state.columns += T
         self.layer_bytes[state.index] = state.nbytes
@@ -223,7 +222,7 @@ class Step:
         base = self.base_observation(state, queries, scale)
         for seat in self.seats:
             if seat.scorer.memory_size:
-                state.held.write_memory(seat.scorer.remember(self.shown(base, seat)), seat.columns)
+                state.held.write_memory(base.slots.as_stored(seat.scorer.remember(self.shown(base, seat))), seat.columns)
         if state.held.table is not base.slots.table:  # a clone wrote on pages of its own
             base = replace(base, slots=self.seen(state.held.slots()))
         for i, seat in enumerate(self.seats):
@@ -363,5 +362,6 @@ class ProbeStep:
         obs = self.base.waiting[self.seat, state.index]
         names = ("num_seen", "num_new", "new_slots", "queries", "num_queries", *get_args(Need))
         per_row = {name: x[one] for name in names if (x := getattr(obs, name)) is not None}
-        memory = seat.scorer.absorb(replace(obs, slots=state.held.row(self.row), **per_row), self.probe, queries, keys)
-        state.held.write_memory(memory, seat.columns, one)
+        slots = state.held.row(self.row)
+        memory = seat.scorer.absorb(replace(obs, slots=slots, **per_row), self.probe, queries, keys)
+        state.held.write_memory(slots.as_stored(memory), seat.columns, one)
