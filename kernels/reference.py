@@ -272,6 +272,108 @@ def owners(table: Tensor, position_pages: Tensor) -> Owners | None:
     return Owners(head[:, None].where(position_pages >= 0, -1), used == len(head)) if used == len(pages) else None
 
 
+def page_score(
+    scores: Tensor,
+    positions: Tensor,
+    num_seen: Tensor,
+    page_size: int,
+    *,
+    num_sinks: int = 0,
+    num_recent: int = 0,
+    reduce: str = "mean",
+) -> Tensor:
+    """Worth of every page of a head: its filled slots' scores, reduced; a page that holds a protected slot is protected.
+
+    scores      [B, H, L] float32; +inf protects a slot (a pin)
+    positions   [B, H, L] -1 where empty
+    num_seen    [B] tokens so far
+    page_size   P; page j of a head is its slots j * P to j * P + P - 1
+    num_sinks   first tokens of a row that protect their page
+    num_recent  last tokens of a row that protect theirs, with 1 or more the page still open among them
+    reduce      "sum", "mean" or "max" over a page's filled slots
+    returns     [B, H, ceil(L / P)] float32, +inf on protected pages, -inf on those without a token
+    """
+    check_reduce("page_score", reduce, ("sum", "mean", "max"))
+    pages = -(-scores.shape[-1] // page_size)
+
+    def paged(slots: Tensor) -> Tensor:
+        return F.pad(slots, (0, pages * page_size - slots.shape[-1])).unflatten(-1, (pages, page_size))  # [B, H, pages, P]
+
+    filled = paged(positions >= 0)
+    safe = (scores == float("inf")) | (positions < num_sinks) | (positions >= (num_seen - num_recent)[:, None, None])
+    protected = (paged(safe) & filled).any(-1)
+    worth = paged(scores.float()).masked_fill(~filled, float("-inf") if reduce == "max" else 0.0)
+    worth = worth.amax(-1) if reduce == "max" else worth.sum(-1)
+    if reduce == "mean":
+        worth = worth / filled.sum(-1).clamp(min=1)
+    return worth.masked_fill(~filled.any(-1), float("-inf")).masked_fill(protected, float("inf"))
+
+
+def check_reduce(op: str, reduce: str, choices: tuple[str, ...]) -> None:
+    """Refuses a reduction that an op does not have."""
+    if reduce not in choices:
+        raise ValueError(f'ops.{op}(reduce="{reduce}"): there are {", ".join(choices)}')
+
+
+def page_evict(table: Tensor, lengths: Tensor, keep_pages: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The table without the pages that are not kept, in a second table; the kept ones close up in their order.
+
+    A page that holds no token yet is kept or given up like any other.  A page that stands in several heads' tables is given up by each
+    on its own: whether it is free then is the pool's to say.
+
+    table       [B, H, pages] int32, -1 past a head's last page
+    lengths     [B, H] slots held; only a head's last page that holds any may be part full
+    keep_pages  [B, H, k] bool, k <= pages; columns past k are not kept
+    page_size   P
+    returns     table [B, H, pages] int32, -1 past a head's last page;
+                lengths [B, H] in their type, a multiple of P where the part-full page went;
+                given up [B * H * pages] int32, the pages in order of heads and columns, -1 past the last;
+                counts [B, H] int64, how many of those are each head's
+    """
+    P, pages = page_size, table.shape[-1]
+    kept = F.pad(keep_pages, (0, pages - keep_pages.shape[-1])) & (table >= 0)
+    gone = (table >= 0) & ~kept
+    column = torch.arange(pages, device=table.device)
+    tokens = (lengths[..., None] - column * P).clamp(0, P)  # [B, H, pages]
+    closed = torch.full_like(table, -1).masked_scatter(column < kept.sum(-1, keepdim=True), table[kept])
+    given_up = torch.full_like(table, -1).flatten()
+    given_up[: int(gone.sum())] = table[gone]
+    return closed, (tokens * kept).sum(-1).to(lengths.dtype), given_up, gone.sum(-1)
+
+
+def page_minmax(key_pages: Tensor, position_pages: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest key of every page, channel by channel, over its filled slots.
+
+    Of some pages, as those that a step wrote on: `page_minmax(key_pages[pages], position_pages[pages])`.
+
+    key_pages       [N, P, D] rotated
+    position_pages  [N, P] -1 where empty
+    returns         minimum, maximum [N, D] in the keys' type; +inf and -inf where a page holds no token
+    """
+    empty = (position_pages < 0)[..., None]
+    return key_pages.masked_fill(empty, float("inf")).amin(1), key_pages.masked_fill(empty, float("-inf")).amax(1)
+
+
+def page_bound(queries: Tensor, minimum: Tensor, maximum: Tensor, table: Tensor, *, reduce: str = "max") -> Tensor:
+    """Quest's upper bound of q . k over the keys of every page (arXiv:2406.10774, section 3.3), unscaled, reduced over the query group.
+
+    Differs: pages are shared by the heads of a query group, where the paper knows no groups.
+
+    queries           [B, Q, D] or [B, Q, T, D] rotated; the highest bound of the T counts
+    minimum, maximum  [N, D] what `page_minmax` says of every page
+    table             [B, H, pages] int32, -1 past a head's last page
+    reduce            "max" or "sum" over the group
+    returns           [B, H, pages] float32  sum over d of max(q_d * minimum_d, q_d * maximum_d); -inf where no page is, or no token in it
+    """
+    check_reduce("page_bound", reduce, ("max", "sum"))
+    q = (queries if queries.dim() == 4 else queries[:, :, None]).unflatten(1, (table.shape[1], -1)).float()  # [B, H, G, T, D]
+    held = table.clamp(min=0).long()
+    absent = (table < 0) | (maximum[held, 0] == float("-inf"))
+    low, high = (x[held].float().masked_fill(absent[..., None], 0).mT[:, :, None] for x in (minimum, maximum))  # [B, H, 1, D, pages]
+    bound = (q.clamp(min=0) @ high + q.clamp(max=0) @ low).amax(3)  # [B, H, G, pages]
+    return REDUCE[reduce](bound, 2).masked_fill(absent, float("-inf"))
+
+
 def attend(
     queries: Tensor,
     key_pages: Tensor,
