@@ -1,0 +1,495 @@
+"""What the compiler makes of each kernel, without a GPU: registers, spills, shared memory, instructions, and how fast its hot loop can be.
+
+`python -m learnkv.kernels.build` rewrites benchmarks/static_bounds.json, the table of those bounds that a test compares.
+Compiling and interpreting do not mix in one process: nothing here works under TRITON_INTERPRET=1.
+
+Addresses.  `narrow_addresses` follows every integer of a kernel through its code with these sizes in mind: program ids stay below 2**18;
+run-time integers, numbers loaded from memory, sums and loop counters below 2**24; constants are what they are; the product of two of
+the others is an index again and so below 2**24, but where one of them is loaded from memory (a page, a start, a length) or is an argument
+with `stride` in its name, it is as large as it gets.  A pointer argument is narrow where one of its offsets comes from int32 arithmetic
+that can pass 2**31 then.  So `tile * BLOCK + arange` and `split * slots_each` are fine in int32; a row or page times D, or anything times
+a stride, is not: it is cast to int64 before it is multiplied.  tl.minimum with a good number makes good, and so does a loop's end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pkgutil
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+import triton
+
+from learnkv import kernels
+from learnkv.kernels.entry import Arch, Entry
+
+# bytes that one block may ask for: CUDA C++ Programming Guide, table of compute capabilities; LDS of CDNA and RDNA
+SHARED_MEMORY: Mapping[Arch, int] = {
+    80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376,
+    "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840,
+}  # fmt: skip
+
+# one H200, spec/kernels.md A2
+PROCESSORS = 132
+CLOCK = 1.98e9  # Hz
+BANDWIDTH = 4.3e12  # bytes a second
+MATRIX_RATE = 790e12  # operations a second on bfloat16 and float16; half on tensor-float32
+EXPONENTIALS = 16  # a clock and processor
+SCHEDULERS = 4  # of a processor, one warp's instruction a clock each
+
+MATRIX_INSTRUCTION = re.compile(r"HMMA|HGMMA|QGMMA|QMMA|IMMA|IGMMA|UTC\w*MMA|v_s?mfma|v_wmma")
+WIDE_LOAD = re.compile(r"LDG\S*\.(?:128|256)|LDGSTS\S*\.128|UTMALDG|UBLKCP|(?:global|buffer|flat)_load_(?:lds_)?(?:dwordx4|b128)")
+
+
+@dataclass(frozen=True)
+class Build:
+    """One entry compiled for one architecture.
+
+    matrix        matrix instructions in the code, by name
+    wide_loads    loads of 16 bytes a thread or more, copies by the tensor memory accelerator included
+    arguments     names of the run-time arguments, in order
+    ttir          Triton's first form of the kernel
+    instructions  the machine's, in order; labels stand for themselves with their colon
+    """
+
+    arch: Arch
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    matrix: Mapping[str, int]
+    wide_loads: int
+    arguments: tuple[str, ...] = field(repr=False)
+    ttir: str = field(repr=False)
+    instructions: tuple[str, ...] = field(repr=False)
+
+    @property
+    def shared_limit(self) -> int:
+        return SHARED_MEMORY[self.arch]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Clocks of one processor of an H200 for one pass through a hot loop, by what they are spent on; the largest is the bound.
+
+    instructions  of the loop
+    iterations    of the kernel's own loop that one pass does, where the compiler has unrolled it
+    """
+
+    instructions: int
+    iterations: int
+    issue: float
+    memory: float
+    matrix: float
+    exponential: float
+
+    @property
+    def clocks(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("issue", "memory", "matrix", "exponential")}
+
+    @property
+    def verdict(self) -> str:
+        return max(self.clocks, key=lambda name: self.clocks[name])
+
+
+def all_entries(arch: Arch) -> list[Entry]:
+    """Every entry of every module of learnkv.kernels."""
+    modules = [import_module(f"learnkv.kernels.{found.name}") for found in pkgutil.iter_modules(kernels.__path__)]
+    return [entry for module in modules if hasattr(module, "entries") for entry in module.entries(arch)]
+
+
+# ---- compiling
+
+
+def built(entry: Entry, arch: Arch) -> Build:
+    """Compiles an entry for an architecture that need not be here."""
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError(f"{entry.name} can't be compiled under TRITON_INTERPRET=1; compile in a process without it")
+    constants = constants_of(entry)
+    arguments = tuple(name for name in names_of(entry) if name not in constants)
+    compiled = triton.compile(source_of(entry), target=target_of(arch), options=entry.tile.options)
+    numbers, instructions = read_amd(compiled) if isinstance(arch, str) else read_nvidia(compiled, arch)
+    code = "\n".join(instructions)
+    return Build(
+        arch=arch,
+        shared_bytes=compiled.metadata.shared,
+        matrix=Counter(MATRIX_INSTRUCTION.findall(code)),
+        wide_loads=len(WIDE_LOAD.findall(code)),
+        arguments=arguments,
+        ttir=compiled.asm["ttir"],
+        instructions=instructions,
+        **numbers,
+    )
+
+
+def names_of(entry: Entry) -> list[str]:
+    """Of all arguments of the kernel."""
+    return getattr(entry.kernel, "arg_names")  # noqa: B009  a jitted function has them
+
+
+def constants_of(entry: Entry) -> dict[str, object]:
+    return {**entry.constants, **entry.tile.blocks}
+
+
+def source_of(entry: Entry) -> triton.compiler.ASTSource:
+    """The kernel as a launch would specialise it: pointers, and the integers the entry names, are multiples of 16."""
+    names, constants = names_of(entry), constants_of(entry)
+    if missing := [name for name in names if name not in constants and name not in entry.types]:
+        raise ValueError(f"{entry.name}: {', '.join(missing)} has neither a type nor a constant; name it in the entry")
+    if unknown := constants.keys() - set(names):
+        raise ValueError(f"{entry.name}: the kernel has no argument {', '.join(sorted(unknown))}; see the entry's constants and tile")
+    signature = {name: "constexpr" if name in constants else entry.types[name] for name in names}
+    multiples = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in entry.aligned]
+    return triton.compiler.ASTSource(
+        fn=entry.kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in multiples},
+    )
+
+
+def target_of(arch: Arch) -> triton.backends.compiler.GPUTarget:
+    if isinstance(arch, str):
+        return triton.backends.compiler.GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+    return triton.backends.compiler.GPUTarget("cuda", arch, 32)
+
+
+def read_amd(compiled: triton.compiler.CompiledKernel) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Registers, spills and stack as the code's own header says, bytes a lane, and the instructions."""
+    code = compiled.asm["amdgcn"]
+    value = {name: int(number) for name, number in re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", code)}
+    numbers = {
+        "registers": value["vgpr_count"],
+        "spill_bytes": 4 * value["vgpr_spill_count"],
+        "stack_bytes": value["private_segment_fixed_size"],
+    }
+    lines = (line.split(";")[0].strip() for line in code.splitlines())
+    return numbers, tuple(line for line in lines if line and not line.startswith("."))
+
+
+def read_nvidia(compiled: triton.compiler.CompiledKernel, arch: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Registers, spills and stack as ptxas says them when it translates the same PTX once more, and the instructions."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(compiled.asm["ptx"])
+        log = run(*ptxas(arch), str(ptx), "-o", str(cubin))
+        cubin.write_bytes(compiled.asm["cubin"])
+        listing = run(str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"), "-c", str(cubin))
+    stack, *spills = map(int, found(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log))
+    registers = int(*found(r"Used (\d+) registers", log))
+    lines = re.findall(r"^(\.L_x_\d+:)|^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", listing, re.MULTILINE)
+    return {"registers": registers, "spill_bytes": sum(spills), "stack_bytes": stack}, tuple(label or code.strip() for label, code in lines)
+
+
+def found(pattern: str, text: str) -> tuple[str, ...]:
+    """The groups of a pattern that must be there."""
+    match = re.search(pattern, text)
+    assert match, f"{pattern!r} is not in: {text}"
+    return match.groups()
+
+
+def ptxas(arch: int) -> list[str]:
+    """Triton's own call of its own ptxas, with the resources printed."""
+    from triton.backends.nvidia import compiler
+
+    flag = "--regAllocOptLevel=2"
+    flags = [flag] if flag in inspect.getsource(compiler) else []
+    return [compiler.get_ptxas(arch).path, "-v", "-lineinfo", *flags, f"--gpu-name={compiler.sm_arch_from_capability(arch)}"]
+
+
+def run(*command: str) -> str:
+    """What a tool of the compiler prints, errors and notes included."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{Path(command[0]).name} failed: {done.stdout.strip()}")
+    return done.stdout
+
+
+# ---- the hot loop
+
+
+def hot_loop(build: Build, entry: Entry) -> Bound:
+    """The static bound of an entry's innermost loop on an H200, by its machine code and the work that the entry declares.
+
+    Of several loops the one with the most matrix instructions counts, and of those the shortest: where a kernel has one loop for masked
+    tiles and one for whole ones, most tiles are whole.  Without matrix instructions it is the longest.
+    """
+    assert entry.loop is not None, f"{entry.name} declares no loop"
+    loops = innermost_loops(build.instructions)
+    if not loops:
+        raise ValueError(f"{entry.name}: no loop in its machine code")
+    matrix = {loop: sum(bool(MATRIX_INSTRUCTION.match(code)) for code in loop) for loop in loops}
+    most = max(matrix.values())
+    loop = min((loop for loop in loops if matrix[loop] == most), key=len) if most else max(loops, key=len)
+    work, warps = entry.loop, entry.tile.warps
+    iterations = max(1, round(operations(loop, warps) / work.flops)) if work.flops else 1
+    rate = MATRIX_RATE / (2 if any("TF32" in code for code in loop) else 1)
+    return Bound(
+        instructions=len(loop),
+        iterations=iterations,
+        issue=len(loop) * warps / SCHEDULERS,
+        memory=iterations * work.bytes * PROCESSORS * CLOCK / BANDWIDTH,
+        matrix=iterations * work.flops * PROCESSORS * CLOCK / rate,
+        exponential=iterations * work.exps / EXPONENTIALS,
+    )
+
+
+def innermost_loops(instructions: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The instructions between a label and a jump back to it that hold no other such stretch; predicates left out."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    stretches: list[tuple[int, int]] = []
+    for line in instructions:
+        if line.endswith(":"):
+            labels[line.removesuffix(":")] = len(code)
+            continue
+        jump = re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line)
+        if jump and labels.get(jump.group(1), len(code)) < len(code) - 4:  # a shorter one is a wait, or the trap at the end
+            stretches.append((labels[jump.group(1)], len(code) + 1))
+        code.append(re.sub(r"^@!?U?P\w+\s+", "", line))
+    inner = [(a, z) for a, z in stretches if not any((b, y) != (a, z) and a <= b and y <= z for b, y in stretches)]
+    return [tuple(code[a:z]) for a, z in inner]
+
+
+def operations(loop: tuple[str, ...], warps: int) -> int:
+    """Multiplications and additions of a loop's matrix instructions of Ampere's and Hopper's kind, over all warps of a program."""
+    total = 0
+    for code in loop:
+        if shape := re.match(r"HMMA\.(\d+)\.", code):  # 16816: 16 x 8 x 16, a warp's
+            m, n, k = {"16816": (16, 8, 16), "1688": (16, 8, 8), "1684": (16, 8, 4)}[shape.group(1)]
+            total += 2 * m * n * k * warps
+        elif shape := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)\.", code):  # a group's of four warps
+            m, n, k = map(int, shape.groups())
+            total += 2 * m * n * k * warps // 4
+    return total
+
+
+# ---- addresses
+
+PROGRAMS = 2**18
+COUNTS = 2**24
+WRAPS = 2**31
+
+
+@dataclass(frozen=True)
+class Number:
+    """What is known of a value.
+
+    size      it stays below
+    exact     it is a constant of this size
+    far       it comes from memory or is a stride, so that a product of it is no index
+    wrapped   int32 arithmetic on the way to it may have passed 2**31
+    argument  the pointer argument that it points into
+    """
+
+    size: int = COUNTS
+    exact: bool = False
+    far: bool = False
+    wrapped: bool = False
+    argument: str | None = None
+
+    def joined(self, other: Number) -> Number:
+        """Either of the two, or what a loop makes of them."""
+        same = self.size == other.size
+        return Number(
+            size=self.size if same else max(self.size, other.size, COUNTS),
+            exact=same and self.exact and other.exact,
+            far=self.far or other.far,
+            wrapped=self.wrapped or other.wrapped,
+            argument=self.argument or other.argument,
+        )
+
+
+CARRIED = {
+    "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.unsplat", "tt.bitcast",
+    "arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast",
+}  # fmt: skip
+SIZES: dict[str, Callable[[Number, Number], int]] = {
+    "addi": lambda a, b: a.size + b.size,
+    "subi": lambda a, b: a.size + b.size,
+    "muli": lambda a, b: a.size * b.size if a.exact or b.exact or a.far or b.far else min(a.size * b.size, COUNTS),
+    "shli": lambda a, b: a.size << b.size if b.exact else COUNTS,
+    "divsi": lambda a, b: a.size // max(1, b.size) + 1 if b.exact else a.size,
+    "shrsi": lambda a, b: (a.size >> b.size) + 1 if b.exact else a.size,
+    "andi": lambda a, b: min(a.size, b.size),
+    "remsi": lambda a, b: min(a.size, b.size),
+    "minsi": lambda a, b: min(a.size, b.size),
+    "maxsi": lambda a, b: max(a.size, b.size),
+    "ori": lambda a, b: max(a.size, b.size),
+    "xori": lambda a, b: max(a.size, b.size),
+}
+VALUE = r"%[\w#]+"
+
+
+def narrow_addresses(build: Build) -> set[str]:
+    """Names of the pointer arguments that are addressed by int32 offsets which can wrap around; the top of this file says when."""
+    walk = Walk(build.arguments)
+    for _ in range(3):  # what a loop carries reaches its start in the next round
+        walk.round(build.ttir)
+    return walk.narrow
+
+
+class Walk:
+    """One reading of a kernel's TTIR, line by line, since names are used again in regions that lie side by side."""
+
+    def __init__(self, arguments: tuple[str, ...]):
+        self.arguments = arguments
+        self.carried: dict[tuple[int, int], Number] = {}  # by the line of a loop and the place among its values: what it yields
+        self.narrow: set[str] = set()
+
+    def round(self, ttir: str) -> None:
+        self.known: dict[str, Number] = {}
+        self.open: list[tuple[int, str]] = []  # the line and text of each region around
+        for at, line in enumerate(re.sub(r'\s*loc\((?:[^()"]|"[^"]*"|\([^()]*\))*\)', "", ttir).splitlines()):
+            line = line.strip()
+            if line.startswith("}"):
+                self.close(line)
+            if line.startswith("tt.func public"):
+                self.begin(line)
+            elif line.startswith(("scf.yield", "scf.condition")):
+                self.leave(line)
+            elif line.startswith("^bb0("):
+                self.enter_block(line)
+            elif line.startswith("%"):
+                self.operation(at, line)
+            if line.endswith("{"):
+                self.open.append(self.closed if line.startswith("}") else (at, line))
+
+    def begin(self, line: str) -> None:
+        """The function's arguments, in the order of the kernel's."""
+        names = re.findall(rf"({VALUE}): (?:!|i|f|bf|tensor)", line)
+        for name, argument in zip(names, self.arguments, strict=True):
+            self.known[name] = Number(far="stride" in argument, argument=argument)
+
+    def close(self, line: str) -> None:
+        self.closed = self.open.pop()
+        if not line.endswith("{"):
+            self.results(*self.closed)
+
+    def leave(self, line: str) -> None:
+        """What a region hands on: to the start of its loop, to the block after a while's condition, or to the results of an if."""
+        at, _ = self.open[-1]
+        values = self.operands(line.split(" : ")[0])[line.startswith("scf.condition") :]
+        for place, value in enumerate(values):
+            before = self.carried.get((at, place))
+            self.carried[at, place] = value if before is None else before.joined(value)
+
+    def enter_block(self, line: str) -> None:
+        """The block of a while's body takes what its condition hands on; those of a reduction or scan take anything."""
+        at, _ = self.open[-1]
+        for place, name in enumerate(re.findall(rf"({VALUE}):", line)):
+            self.known[name] = self.carried.get((at, place), Number())
+
+    def results(self, at: int, line: str) -> None:
+        """The results of an operation with regions, once they are closed."""
+        if not line.startswith("%"):
+            return
+        wrapped = any(x.wrapped for x in self.operands(line.split(" = ", 1)[1]))
+        for place, name in enumerate(named(line)):
+            self.known[name] = self.carried.get((at, place), Number(wrapped=wrapped))
+
+    def operation(self, at: int, line: str) -> None:
+        code = line.split(" = ", 1)[1]
+        kind = code.split()[0].split("(")[0].strip('"')
+        if line.endswith("{"):
+            self.enter_loop(at, code, kind)
+            return
+        value = self.value(kind, code.split(" : ")[0], line.rsplit(" : ", 1)[-1])
+        self.known |= dict.fromkeys(named(line), value)
+
+    def enter_loop(self, at: int, code: str, kind: str) -> None:
+        """The values that a for or while starts with, joined with what it carried in the round before."""
+        if kind == "scf.for":
+            counter, low, high = found(rf"scf\.for ({VALUE}) = ({VALUE}) to ({VALUE})", code)
+            self.known[counter] = Number(max(self.number(low).size, self.number(high).size), self.number(high).wrapped)
+        starts = re.search(r"iter_args\((.*?)\) ->|scf\.while \((.*?)\) :", code)
+        pairs = re.findall(rf"({VALUE}) = ({VALUE})", next(filter(None, starts.groups()), "")) if starts else []
+        for place, (name, start) in enumerate(pairs):
+            first = self.number(start)
+            self.known[name] = first.joined(self.carried.get((at, place), first))
+
+    def value(self, kind: str, code: str, type: str) -> Number:
+        """What one operation without regions makes of its operands."""
+        given = self.operands(code)
+        if kind == "tt.addptr":
+            pointer, offset = given
+            if offset.wrapped and pointer.argument:
+                self.narrow.add(pointer.argument)
+            return pointer
+        if kind == "arith.constant":
+            whole = re.search(r"(?:dense<|constant )(-?\d+)\b(?!\.)", code)
+            return Number(abs(int(whole.group(1))), exact=True) if whole else Number()
+        if kind == "tt.make_range":
+            return Number(int(*found(r"end = (\d+)", code)))
+        if kind in ("tt.get_program_id", "tt.get_num_programs"):
+            return Number(PROGRAMS)
+        if kind in CARRIED and given:
+            return given[0]
+        if kind == "arith.select":
+            return given[1].joined(given[2])
+        operator = re.sub("ui$", "si", kind.removeprefix("arith."))
+        if operator in SIZES:
+            return arithmetic(operator, given[0], given[1], "i32" in type)
+        kept = kind.startswith("arith.") and "cmp" not in kind
+        return Number(far=kind == "tt.load", wrapped=kept and any(x.wrapped for x in given))
+
+    def operands(self, code: str) -> list[Number]:
+        return [self.number(name) for name in re.findall(VALUE, code)]
+
+    def number(self, name: str) -> Number:
+        return self.known.get(name, Number())
+
+
+def named(line: str) -> list[str]:
+    """The names of an operation's results: %a, or %a#0, %a#1 and so on, or %a, %b."""
+    left = line.split(" = ", 1)[0]
+    name, _, count = left.partition(":")
+    return [f"{name}#{i}" for i in range(int(count))] if count else left.split(", ")
+
+
+def arithmetic(operator: str, a: Number, b: Number, narrow: bool) -> Number:
+    """An integer operation; in int32 it wraps where its size passes 2**31.  What is held below a good number is good again."""
+    size = SIZES[operator](a, b)
+    before = (a.wrapped and b.wrapped) if operator in ("andi", "minsi") else (a.wrapped or b.wrapped)
+    return Number(
+        size=min(size, WRAPS) if narrow else size,
+        exact=a.exact and b.exact,
+        far=a.far or b.far,
+        wrapped=before or (narrow and size >= WRAPS),
+    )
+
+
+# ---- the table of bounds
+
+TABLE = Path("benchmarks/static_bounds.json")
+TABLE_ARCH = 90
+
+
+def static_bounds() -> dict[str, dict[str, float | str]]:
+    """The bound of every entry that declares a loop, by the entry's name, clocks rounded to whole ones."""
+    entries = [entry for entry in all_entries(TABLE_ARCH) if entry.loop]
+    return {entry.name: row(hot_loop(built(entry, TABLE_ARCH), entry)) for entry in entries}
+
+
+def row(bound: Bound) -> dict[str, float | str]:
+    return {**{name: round(value) for name, value in asdict(bound).items()}, "verdict": bound.verdict}
+
+
+def main() -> None:
+    table = {"triton": triton.__version__, "arch": TABLE_ARCH, "bounds": static_bounds()}
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    for name, numbers in table["bounds"].items():
+        print(f"{name}: {', '.join(f'{key} {value}' for key, value in numbers.items())}")
+    print(f"{len(table['bounds'])} bounds in {TABLE}")
+
+
+if __name__ == "__main__":
+    main()

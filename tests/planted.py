@@ -1,0 +1,80 @@
+"""Kernels that are wrong on purpose, one fault each: what every check has to find, in the interpreter or in the compiled code."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def unmasked_load(KEYS, OUT, length, BLOCK_L: tl.constexpr):
+    """The last program reads past the tensor; its store is masked."""
+    at = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    tl.store(OUT + at, tl.load(KEYS + at), mask=at < length)
+
+
+@triton.jit
+def narrow_row(KEYS, OUT, row, D: tl.constexpr):
+    """row * D wraps around in int32."""
+    at = tl.arange(0, D)
+    tl.store(OUT + at, tl.load(KEYS + row * D + at))
+
+
+@triton.jit
+def racy_compaction(KEYS, CHOSEN, count, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Kept rows move to the front of their own tensor, each block by one program, while another one may still have to read there."""
+    at = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    columns = tl.arange(0, D)
+    source = tl.load(CHOSEN + at, mask=at < count, other=0).to(tl.int64)
+    inside = (at < count)[:, None] & (columns < D)[None, :]
+    rows = tl.load(KEYS + source[:, None] * D + columns[None, :], mask=inside, other=0.0)
+    tl.store(KEYS + at.to(tl.int64)[:, None] * D + columns[None, :], rows, mask=inside)
+
+
+@triton.jit
+def spilling_tile(KEYS, OUT, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """The whole tile and its products stay in the registers of one warp."""
+    rows, columns = tl.arange(0, BLOCK_L).to(tl.int64), tl.arange(0, D)
+    at = rows[:, None] * D + columns[None, :]
+    keys = tl.load(KEYS + at).to(tl.float32)  # [BLOCK_L, D]
+    squares = keys * tl.sum(keys, 1)[:, None]
+    tl.store(OUT + at, keys + squares / tl.sum(squares, 0)[None, :])
+
+
+@triton.jit
+def bf16_sum(KEYS, OUT, BLOCK_L: tl.constexpr):
+    """Adds before it casts."""
+    at = tl.arange(0, BLOCK_L)
+    keys = tl.load(KEYS + at)
+    tl.store(OUT + at, keys + keys)
+
+
+@triton.jit
+def double_write(OUT, BLOCK_L: tl.constexpr):
+    """Two elements of one store share an address."""
+    at = tl.arange(0, BLOCK_L)
+    tl.store(OUT + at // 2, at.to(tl.float32))
+
+
+@triton.jit
+def shared_row(OUT, D: tl.constexpr):
+    """Every program stores to the same row."""
+    at = tl.arange(0, D)
+    tl.store(OUT + at, at.to(tl.float32))
+
+
+@triton.jit
+def read_back(KEYS, OUT, TOTAL, BLOCK_L: tl.constexpr, BARRIER: tl.constexpr):
+    """Reads what other warps of the program have stored, with or without a barrier between."""
+    at = tl.arange(0, BLOCK_L)
+    tl.store(OUT + at, tl.load(KEYS + at))
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(TOTAL, tl.sum(tl.load(OUT + BLOCK_L - 1 - at), 0))
+
+
+@triton.jit
+def float_atomic(KEYS, TOTAL, BLOCK_L: tl.constexpr):
+    """A sum whose last bits are those of the order of programs."""
+    at = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    tl.atomic_add(TOTAL, tl.sum(tl.load(KEYS + at), 0))
