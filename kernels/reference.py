@@ -470,6 +470,65 @@ def segment_softmax_sum(logits: Tensor, values: Tensor, head: Tensor, num_heads:
     return out / total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
 
 
+def attend_with_lse(
+    queries: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    position_pages: Tensor,
+    table: Tensor,
+    query_positions: Tensor,
+    scale: float,
+    owner: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend`, and the log-sum-exp of each query's logits; arguments as `attend`.
+
+    returns  [B, Q, T, D] in the queries' type, 0 where a query sees nothing
+             [B, Q, T] float32 in natural units, -inf where it sees nothing
+    """
+    out = attend(queries, key_pages, value_pages, position_pages, table, query_positions, scale, owner)
+    keys, positions = paged_slots(key_pages, position_pages, table)
+    return out, row_lse(queries, keys, query_positions, positions, scale)
+
+
+def attend_with_mass(
+    queries: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    position_pages: Tensor,
+    table: Tensor,
+    query_positions: Tensor,
+    scale: float,
+    owner: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend`, and the attention that each slot receives, summed over queries and the group; arguments as `attend`.
+
+    returns  [B, Q, T, D] in the queries' type
+             [B, H, L] float32 with L = pages * P, every slot that the table has room for; 0 where it is empty
+    """
+    out = attend(queries, key_pages, value_pages, position_pages, table, query_positions, scale, owner)
+    keys, positions = paged_slots(key_pages, position_pages, table)
+    return out, column_mass(queries, keys, query_positions, positions, scale)
+
+
+def paged_slots(key_pages: Tensor, position_pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [B, H, L, D] and positions [B, H, L] of all slots that a table has room for, -1 and anything where it has no page."""
+    pages = table.clamp(min=0).long()
+    positions = position_pages[pages].masked_fill(table[..., None] < 0, -1)
+    return key_pages[pages].flatten(2, 3), positions.flatten(2)
+
+
+def mass_update(memory: Tensor, table: Tensor, mass: Tensor, decay: float) -> None:
+    """memory = decay * memory + mass over the heads' pages, in place.
+
+    memory  [N, P] float32, perhaps one column of memory pages [N, P, C]
+    table   [B, H, pages] int32, -1 past a head's last page; no page stands twice in it
+    mass    [B, H, L] float32 with L = pages * P, as `attend_with_mass` gives it
+    """
+    held = table >= 0
+    pages = table[held].long()
+    memory[pages] = decay * memory[pages] + mass.unflatten(2, (-1, memory.shape[1]))[held]
+
+
 def pl_logprob(scores: Tensor) -> Tensor:
     """Plackett-Luce log-probability of each pick, given scores in the order of the permutation (arXiv:2602.10238, section 3).
 
