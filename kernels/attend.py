@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from learnkv.kernels.entry import Arch, Entry, Loop, Tile, arch_of, padded_head
+from learnkv.kernels.reference import Owners
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
@@ -377,9 +378,10 @@ def attend(
     table: Tensor,
     query_positions: Tensor,
     scale: float,
-    owner: Tensor | None = None,
+    whose: Owners | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention of queries over the pages of their heads; `owner` is the reference's alone."""
+    """Causal attention of queries over the pages of their heads; `whose` and `causal` save the reference work."""
     return attend_with_lse(queries, key_pages, value_pages, position_pages, table, query_positions, scale)[0]
 
 
@@ -391,7 +393,8 @@ def attend_with_lse(
     table: Tensor,
     query_positions: Tensor,
     scale: float,
-    owner: Tensor | None = None,
+    whose: Owners | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`attend` with the log-sum-exp [B, Q, T]: by splits where a tile holds a head's rows, else by tiles of them."""
     form = split_attention if few_rows(queries, table) else tiled_attention
@@ -406,7 +409,8 @@ def attend_with_mass(
     table: Tensor,
     query_positions: Tensor,
     scale: float,
-    owner: Tensor | None = None,
+    whose: Owners | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`attend` with the mass [B, H, L]: from kept logits where they are few, else from the keys once more."""
     (B, Q, T, _), (_, H, pages), P = queries.shape, table.shape, position_pages.shape[1]
@@ -425,7 +429,7 @@ def few_rows(queries: Tensor, table: Tensor) -> bool:
 
 def whole_pages(P: int, block: int) -> int:
     """PAGE of a kernel: the page's size where a block of slots is a number of whole pages, else 0."""
-    return P if P <= block and block % P == 0 else 0
+    return P if block >= P and block % P == 0 else 0
 
 
 def num_splits(heads: int, capacity: int) -> int:

@@ -478,14 +478,15 @@ def attend_with_lse(
     table: Tensor,
     query_positions: Tensor,
     scale: float,
-    owner: Tensor | None = None,
+    whose: Owners | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`attend`, and the log-sum-exp of each query's logits; arguments as `attend`.
 
     returns  [B, Q, T, D] in the queries' type, 0 where a query sees nothing
              [B, Q, T] float32 in natural units, -inf where it sees nothing
     """
-    out = attend(queries, key_pages, value_pages, position_pages, table, query_positions, scale, owner)
+    out = attend(queries, key_pages, value_pages, position_pages, table, query_positions, scale, whose, causal)
     keys, positions = paged_slots(key_pages, position_pages, table)
     return out, row_lse(queries, keys, query_positions, positions, scale)
 
@@ -498,14 +499,15 @@ def attend_with_mass(
     table: Tensor,
     query_positions: Tensor,
     scale: float,
-    owner: Tensor | None = None,
+    whose: Owners | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`attend`, and the attention that each slot receives, summed over queries and the group; arguments as `attend`.
 
     returns  [B, Q, T, D] in the queries' type
              [B, H, L] float32 with L = pages * P, every slot that the table has room for; 0 where it is empty
     """
-    out = attend(queries, key_pages, value_pages, position_pages, table, query_positions, scale, owner)
+    out = attend(queries, key_pages, value_pages, position_pages, table, query_positions, scale, whose, causal)
     keys, positions = paged_slots(key_pages, position_pages, table)
     return out, column_mass(queries, keys, query_positions, positions, scale)
 

@@ -117,10 +117,12 @@ def kernels(command: BenchCommand) -> None:
 
 def foretell(command: BenchCommand) -> None:
     """Every kernel compiled for one architecture, and the plan of the CUDA run with the times that are foretold."""
-    builds = list(tqdm(ops.builds(command.arch), desc="compiling", unit="kernel"))
+    arch = next(known for known in ops.ARCHS if str(known) == command.arch)
+    builds = dict(tqdm(ops.builds(arch), desc="compiling", unit=" kernels"))
     print(report.markdown(kernel_speed.compiled(builds)))
     print(report.markdown(kernel_speed.planned()))
-    print(f"compiled: {len(builds)} kernels for {command.arch}, {sum(not build.fits for build in builds)} spill or hold too much")
+    bad = [name for name, build in builds.items() if build.spill_bytes or build.shared_bytes > build.shared_limit]
+    print(f"compiled: {len(builds)} kernels for {command.arch}; that spill or take too much shared memory: {', '.join(bad) or 'none'}")
     print(f"next: python -m learnkv.bench kernels device=cuda dtype=bfloat16 budget_s=400 out={command.out}")
 
 

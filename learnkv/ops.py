@@ -11,11 +11,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
-from typing import Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_args
 
 from torch import Tensor
 
 from learnkv.kernels import reference
+from learnkv.kernels.entry import Arch
+
+if TYPE_CHECKING:
+    from learnkv.kernels.build import Build
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,3 +94,10 @@ page_minmax = door(reference.page_minmax, "page_bound")
 page_bound = door(reference.page_bound, "page_bound")
 owners = reference.owners  # bookkeeping of the reference's own
 Owners = reference.Owners
+
+
+def builds(arch: Arch) -> Iterator[tuple[str, Build]]:
+    """Every kernel of the table compiled for an architecture that need not be here, by name."""
+    build = import_module("learnkv.kernels.build")
+    for entry in build.all_entries(arch):
+        yield entry.name, build.built(entry, arch)

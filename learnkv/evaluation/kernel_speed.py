@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from learnkv import ops
 from learnkv.evaluation.op_cases import cases
 from learnkv.evaluation.roofline import H200, Case, Ceilings, Line, ceilings_of, draw, measure, relative_error, span
+
+if TYPE_CHECKING:
+    from learnkv.ops import Build
 
 ERROR = {torch.float32: 2e-3, torch.bfloat16: 2e-2}  # of a GPU, whose float32 products are tf32
 GATHERED = ("torch", "triton", "numpy")
@@ -86,11 +89,15 @@ def write(result: Measured, out: Path) -> None:
     draw(result.lines, result.ceilings, out.with_suffix(".png"))
 
 
-def compiled(builds: Sequence[ops.Build]) -> list[list[str]]:
+def compiled(builds: Mapping[str, Build]) -> list[list[str]]:
     """What the compiler made of every kernel."""
-    head = ["kernel", "registers", "spilled bytes", "shared KiB", "matrix instructions"]
-    rows = [[b.name, f"{b.registers}", f"{b.spills}", f"{b.shared / 1024:.0f}", f"{b.matrix}"] for b in builds]
-    return [head, *rows]
+    head = ["kernel", "registers", "spilled bytes", "shared KiB", "matrix instructions", "16-byte loads"]
+    return [head, *([name, *map(str, figures(build))] for name, build in builds.items())]
+
+
+def figures(build: Build) -> list[object]:
+    matrix = " ".join(f"{count} {name}" for name, count in build.matrix.items())
+    return [build.registers, build.spill_bytes, build.shared_bytes // 1024, matrix, build.wide_loads]
 
 
 def planned() -> list[list[str]]:

@@ -291,6 +291,8 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
     run = None if step.padded else state.held.equal_run()
     if step.frequencies is not None and not starts:
         out = attend_renumbered(step, module, query, scale)
+    elif "mass" in step.needs and not starts:
+        out = attend_and_weigh(step, state, query, scale)
     elif run is not None:
         visible = None if T == 1 or starts else lower_right(T, run[0].shape[2], query.device)
         out = sdpa_attention_forward(module, query, *run, visible, scaling=scale)[0]
@@ -307,6 +309,16 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
     with torch.no_grad(), as_typed(query.device):
         step.observe(state, query, scale)
     return out
+
+
+def attend_and_weigh(step: Step, state: LayerState, query: Tensor, scale: float) -> Tensor:
+    """[B, T, Q, D] over the pages; the step then knows the attention that each slot received."""
+    slots, positions = state.held.slots(), step.positions.to(query.device)
+    pages = slots.key_pages, slots.value_pages, slots.position_pages, slots.table
+    with as_typed(query.device):
+        out, mass = ops.attend_with_mass(query, *pages, positions, scale, state.held.owners())
+        step.mass = slots.in_order(mass[..., : slots.max_length].detach())
+    return out.transpose(1, 2)
 
 
 def attend_renumbered(step: Step, module: nn.Module, query: Tensor, scale: float) -> Tensor:

@@ -266,9 +266,9 @@ class Pages:
         return self.moved(keep, pages_for(keep.sum(-1) + spare), columns)
 
     def compact(self, keep: Tensor, spare: int) -> None:
-        """Drops all slots but `keep` [B, H, L], in place, where slots then no longer lie in order; gives pages back when over half are empty.
+        """Drops all slots but `keep` [B, H, L], in place; gives pages back when over half of them hold nothing.
 
-        Both cost as much as is moved: in place that is what was evicted, not what stays.
+        In place only as many slots are moved as were evicted, and they no longer lie in order.
         """
         with self.pool.lock:
             if self.pool.in_common() or len(self.pool.keys) > 2 * int(pages_for(keep.sum(-1) + spare).sum()):

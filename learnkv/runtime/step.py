@@ -171,6 +171,7 @@ class Step:
     state: LayerState | None = None
     new_slots: Tensor | None = None
     slots: Slots | None = None  # as attention and scorers see them
+    mass: Tensor | None = None  # [B, H, L] attention that they received, where attention found it
     hidden: Tensor | None = None
     block_input: Tensor | None = None
     queries_pre_rope: Tensor | None = None
@@ -271,7 +272,9 @@ class Step:
         assert self.new_slots is not None and state.queries is not None
         assert self.slots is not None
         slots, device = self.slots, queries.device
-        mass = ops.column_mass(queries, slots.keys, self.positions.to(device), slots.positions, scale) if "mass" in self.needs else None
+        mass, self.mass = self.mass, None
+        if mass is None and "mass" in self.needs:
+            mass = ops.column_mass(queries, slots.keys, self.positions.to(device), slots.positions, scale)
         return Observation(
             layer=state.index,
             num_layers=self.num_layers,
