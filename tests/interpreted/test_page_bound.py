@@ -120,11 +120,12 @@ def test_pages_of_nobody_are_not_read():
     assert torch.equal(bound(queries, minimum, maximum, table)[0], want) and not want.isnan().any()
 
 
-def test_a_page_without_tokens_is_bounded_by_nothing_whatever_the_query():
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_a_page_without_tokens_is_bounded_by_nothing_whatever_the_query(reduce):
     queries = torch.zeros(1, 2, 64)
     queries[0, 1, 0] = 1.0
     minimum, maximum = reference.page_minmax(torch.randn(2, 16, 64), torch.tensor([[0] * 16, [-1] * 16]))
-    got, _ = bound(queries, minimum, maximum, torch.tensor([[[0, 1], [1, 0]]], dtype=torch.int32))
+    got, _ = bound(queries, minimum, maximum, torch.tensor([[[0, 1], [1, 0]]], dtype=torch.int32), reduce=reduce)
     assert (got[0] == -math.inf).tolist() == [[False, True], [True, False]]
 
 
