@@ -1,6 +1,5 @@
 """Worth of every page from the scores of its slots."""
 
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
