@@ -201,11 +201,13 @@ NARROW = 128  # trunks up to this width hold two layers in registers
 
 
 def tile(arch: Arch, D: int, W: int, M: int, F: int, dtype: torch.dtype) -> Tile:
-    """Of `mlp_first`."""
+    """Of `mlp_first`: as many tokens and inputs at once as leave no register spilled."""
     blocks = {"BLOCK_K": min(64, padded_head(D)), "BLOCK_M": padded_head(M), "BLOCK_F": padded_head(max(1, F))}
-    if M <= NARROW and W <= NARROW:
-        return Tile({**blocks, "BLOCK_L": 64, "BLOCK_W": padded_head(W)}, 4, 2)
-    return Tile({**blocks, "BLOCK_L": 64, "BLOCK_W": 32}, 8, 2)
+    if M > NARROW or W > NARROW:
+        return Tile({**blocks, "BLOCK_L": 32 if isinstance(arch, str) else 64, "BLOCK_W": 32}, 8, 2)
+    if arch == 89 and dtype == torch.float32:
+        blocks["BLOCK_K"] = min(32, padded_head(D))
+    return Tile({**blocks, "BLOCK_L": 64, "BLOCK_W": padded_head(W)}, 4, 2)
 
 
 def layer_tile(arch: Arch, M: int, dtype: torch.dtype) -> Tile:
@@ -262,52 +264,36 @@ def mlp_scorer(
     return out
 
 
-WEIGHTS = [
-    "WEIGHT0",
-    "BIAS0",
-    "WEIGHT1",
-    "BIAS1",
-    "TRUNK",
-    "TRUNK_BIAS",
-    "GAIN",
-    "OFFSET",
-    "TRUNK2",
-    "TRUNK2_BIAS",
-    "GAIN2",
-    "OFFSET2",
-    "HEAD",
-]
-FLOATS = ["FEATURES", "MEAN0", "DEVIATION0", "MEAN1", "DEVIATION1", "SCALE", "SHIFT"]
+TRUNKS = ("TRUNK", "TRUNK_BIAS", "GAIN", "OFFSET")
+WEIGHTS = ("WEIGHT0", "BIAS0", "WEIGHT1", "BIAS1", *TRUNKS, *(f"{name}2" for name in TRUNKS), "HEAD")
+FLOATS = ("FEATURES", "MEAN0", "DEVIATION0", "MEAN1", "DEVIATION1", "SCALE", "SHIFT")
 STRIDES = tuple(f"x{i}_{name}" for i in (0, 1) for name in ("batch", "head", "row"))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def entries(arch: Arch) -> list[Entry]:
-    """For the compile gate: our widths and the published ones."""
+    """For the compile gate: our widths with every type of cache and weights, and the published ones."""
     found = []
-    for read, kind, D, W, M, F, layers in [
-        ("bf16", "fp32", 64, 32, 64, 3, 2),
-        ("bf16", "fp32", 128, 32, 64, 3, 2),
-        ("fp32", "fp32", 128, 32, 64, 3, 2),
-        ("bf16", "bf16", 128, 32, 64, 3, 2),
-        ("bf16", "fp32", 256, 32, 64, 3, 2),
-        ("bf16", "bf16", 128, 256, 256, 32, 1),
-        ("bf16", "fp32", 128, 256, 256, 32, 1),
+    for read, kind, D, W, M, F in [
+        ("bf16", "fp32", 64, 32, 64, 3),
+        ("fp32", "fp32", 64, 32, 64, 3),
+        ("bf16", "fp32", 128, 32, 64, 3),
+        ("bf16", "bf16", 128, 32, 64, 3),
+        ("bf16", "fp32", 128, 256, 256, 32),
+        ("bf16", "bf16", 128, 256, 256, 32),
     ]:
-        scores = layers == 2
+        narrow = M <= NARROW
         types = {**dict.fromkeys(WEIGHTS, f"*{kind}"), **dict.fromkeys(FLOATS, "*fp32"), "X0": f"*{read}", "X1": f"*{read}", "L": "i32"}
-        types |= {"OUT": "*fp32" if scores else f"*{kind}", **dict.fromkeys(STRIDES, "i64"), "H": "i32"}
+        types |= {"OUT": "*fp32" if narrow else f"*{kind}", **dict.fromkeys(STRIDES, "i64"), "H": "i32"}
         t = tile(arch, D, W, M, F, DTYPES[kind])
-        rows = t.blocks["BLOCK_L"]
-        constants = {"INPUTS": 2, "D": D, "W": W, "M": M, "F": F, "LAYERS": layers, "SCORES": scores}
-        loop = Loop(flops=2 * rows * t.blocks["BLOCK_W"] * (D + M)) if t.blocks["BLOCK_W"] < W else None
+        rows, k = t.blocks["BLOCK_L"], t.blocks["BLOCK_K"]
+        loop = Loop(bytes=rows * k * 2 if narrow else 0, flops=2 * rows * k * t.blocks["BLOCK_W"]) if D > k else None
+        constants = {"INPUTS": 2, "D": D, "W": W, "M": M, "F": F, "LAYERS": 2 if narrow else 1, "SCORES": narrow}
         found.append(Entry(mlp_first, f"{read} x {kind} D={D} {W}/{M}", types, constants, t, STRIDES, loop))
     for kind in ("bf16", "fp32"):
-        types = {**dict.fromkeys(WEIGHTS, f"*{kind}"), "X": f"*{kind}", "SCALE": "*fp32", "SHIFT": "*fp32", "OUT": "*fp32"}
-        types |= {"L": "i32", "H": "i32"}
-        own = {name: types[name] for name in types if name in mlp_layer.arg_names}
+        types = {"X": f"*{kind}", **dict.fromkeys((*TRUNKS, "HEAD"), f"*{kind}"), **dict.fromkeys(("SCALE", "SHIFT", "OUT"), "*fp32")}
         t = layer_tile(arch, 256, DTYPES[kind])
         rows, k = t.blocks["BLOCK_L"], t.blocks["BLOCK_K"]
         loop = Loop(bytes=rows * k * DTYPES[kind].itemsize, flops=2 * rows * k * 256)
-        found.append(Entry(mlp_layer, f"{kind} 256", own, {"M": 256, "SCORES": True}, t, (), loop))
+        found.append(Entry(mlp_layer, f"{kind} 256", types | {"L": "i32", "H": "i32"}, {"M": 256, "SCORES": True}, t, (), loop))
     return found
