@@ -116,7 +116,7 @@ def branch(
 @triton.jit(do_not_specialize=["L"])
 def mlp_first(
     X0, X1, FEATURES, MEAN0, DEVIATION0, WEIGHT0, BIAS0, MEAN1, DEVIATION1, WEIGHT1, BIAS1, TRUNK, TRUNK_BIAS, GAIN, OFFSET,
-    TRUNK2, TRUNK2_BIAS, GAIN2, OFFSET2, HEAD, SCALE, SHIFT, OUT, L, x0_batch, x0_head, x0_row, x1_batch, x1_head, x1_row, H,
+    TRUNK2, TRUNK_BIAS2, GAIN2, OFFSET2, HEAD, SCALE, SHIFT, OUT, L, x0_batch, x0_head, x0_row, x1_batch, x1_head, x1_row, H,
     INPUTS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, M: tl.constexpr, F: tl.constexpr, LAYERS: tl.constexpr,
     SCORES: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
@@ -160,7 +160,7 @@ def mlp_first(
         x = tl.dot(features.to(operand), weight, x, input_precision="tf32")  # [BLOCK_L, BLOCK_M]
     x = activated(normalised(x, real, M), GAIN + h * M, OFFSET + h * M, column, M)
     if LAYERS > 1:
-        x = linear(x.to(operand), TRUNK2 + h * M * M, TRUNK2_BIAS + h * M, column, M, M, BLOCK_M)
+        x = linear(x.to(operand), TRUNK2 + h * M * M, TRUNK_BIAS2 + h * M, column, M, M, BLOCK_M)
         x = activated(normalised(x, real, M), GAIN2 + h * M, OFFSET2 + h * M, column, M)
     if SCORES:
         score = tl.sum(x * tl.load(HEAD + h * M + column, mask=real, other=0.0).to(tl.float32)[None, :], 1)
@@ -197,16 +197,17 @@ def mlp_layer(
         tl.store(to, x.to(X.dtype.element_ty), mask=inside[:, None] & real[None, :])
 
 
-NARROW = 128  # trunks up to this width hold two layers in registers
+NARROW = 64  # branches and trunks up to this width: two trunk layers in registers
 
 
 def tile(arch: Arch, D: int, W: int, M: int, F: int, dtype: torch.dtype) -> Tile:
     """Of `mlp_first`: as many tokens and inputs at once as leave no register spilled."""
     blocks = {"BLOCK_K": min(64, padded_head(D)), "BLOCK_M": padded_head(M), "BLOCK_F": padded_head(max(1, F))}
-    if M > NARROW or W > NARROW:
-        return Tile({**blocks, "BLOCK_L": 32 if isinstance(arch, str) else 64, "BLOCK_W": 32}, 8, 2)
-    if arch == 89 and dtype == torch.float32:
-        blocks["BLOCK_K"] = min(32, padded_head(D))
+    wide = M > NARROW or W > NARROW
+    if dtype == torch.float32 and (wide or arch == 89):
+        blocks["BLOCK_K"] = min(32, blocks["BLOCK_K"])
+    if wide:
+        return Tile({**blocks, "BLOCK_L": 32 if arch == "gfx942" else 64, "BLOCK_W": 32}, 8, 2)
     return Tile({**blocks, "BLOCK_L": 64, "BLOCK_W": padded_head(W)}, 4, 2)
 
 
@@ -287,7 +288,7 @@ def entries(arch: Arch) -> list[Entry]:
         types |= {"OUT": "*fp32" if narrow else f"*{kind}", **dict.fromkeys(STRIDES, "i64"), "H": "i32"}
         t = tile(arch, D, W, M, F, DTYPES[kind])
         rows, k = t.blocks["BLOCK_L"], t.blocks["BLOCK_K"]
-        loop = Loop(bytes=rows * k * 2 if narrow else 0, flops=2 * rows * k * t.blocks["BLOCK_W"]) if D > k else None
+        loop = Loop(bytes=rows * k * 2 if narrow else 0, flops=2 * rows * k * t.blocks["BLOCK_W"]) if k < D else None
         constants = {"INPUTS": 2, "D": D, "W": W, "M": M, "F": F, "LAYERS": 2 if narrow else 1, "SCORES": narrow}
         found.append(Entry(mlp_first, f"{read} x {kind} D={D} {W}/{M}", types, constants, t, STRIDES, loop))
     for kind in ("bf16", "fp32"):

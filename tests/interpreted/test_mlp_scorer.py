@@ -119,10 +119,7 @@ def test_views_give_the_bits_of_their_copies():
 
 def test_one_agent_shared_by_all_heads_is_read_from_expanded_weights():
     xs, features, branches, trunk, head, scale, shift = made(20)
-    alike = [
-        [BranchWeights(*(w[:1].expand(w.shape) for w in b)) for b in branches],
-        [TrunkWeights(*(w[:1].expand(w.shape) for w in t)) for t in trunk],
-    ]
+    alike = [[type(weights)(*(w[:1].expand(w.shape) for w in weights)) for weights in stack] for stack in (branches, trunk)]
     holds((xs, features, *alike, head[:1].expand(head.shape), scale, shift))
 
 
