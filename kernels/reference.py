@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -534,13 +535,16 @@ def mass_update(memory: Tensor, table: Tensor, mass: Tensor, decay: float) -> No
 def pl_logprob(scores: Tensor) -> Tensor:
     """Plackett-Luce log-probability of each pick, given scores in the order of the permutation (arXiv:2602.10238, section 3).
 
-    scores   [..., n] float32, scores[j] of the j-th pick; -inf on padding, which lies at the tail
-    returns  [..., n] float32  s_j - logsumexp(s_j, s_j+1, ...), 0 on padding
+    scores   [..., n] float32 or float64, scores[j] of the j-th pick; -inf on padding, which lies at the tail
+    returns  [..., n] likewise  s_j - logsumexp(s_j, s_j+1, ...), 0 on padding
     """
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if not scores.numel():
+        return scores
     # a reversed logcumsumexp with its sums in float64: exact over a range of 700, and a fifth of logcumsumexp's time with its backward
     shifted = scores - scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     rest = shifted.double().exp().flip(-1).cumsum(-1).flip(-1).clamp(min=torch.finfo(torch.float64).tiny).log()
-    return (shifted - rest.float()).masked_fill(scores == float("-inf"), 0.0)
+    return (shifted - rest.to(shifted.dtype)).masked_fill(scores == float("-inf"), 0.0)
 
 
 def budget_reward(utility: Tensor) -> Tensor:
@@ -553,3 +557,104 @@ def budget_reward(utility: Tensor) -> Tensor:
     """
     weight = torch.arange(1, utility.shape[-1] + 1, device=utility.device, dtype=torch.float32)
     return -(utility.float() * weight).sum(-1)
+
+
+class BranchWeights(NamedTuple):
+    """One input of `mlp_scorer`, of all heads: standardise, Linear, LayerNorm without weights.
+
+    mean, deviation  [H, D] of the input
+    weight           [H, D, W]
+    bias             [H, W]
+    """
+
+    mean: Tensor
+    deviation: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+class TrunkWeights(NamedTuple):
+    """One trunk layer of `mlp_scorer`, of all heads: Linear, LayerNorm, SiLU.
+
+    weight        [H, i, M]
+    bias          [H, M]
+    gain, offset  [H, M] of the LayerNorm
+    """
+
+    weight: Tensor
+    bias: Tensor
+    gain: Tensor
+    offset: Tensor
+
+
+def mlp_scorer(
+    inputs: Sequence[Tensor],
+    features: Tensor,
+    branches: Sequence[BranchWeights],
+    trunk: Sequence[TrunkWeights],
+    head: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+) -> Tensor:
+    """A small network per head scores every token: a branch per input, their outputs and the features through a trunk to one number.
+
+    inputs        each [B, H, L, D] of any float type
+    features      [B, H, L, F] float32, join the branches' outputs as they are; F may be 0
+    branches      one per input, all of one width W
+    trunk         at least one layer; the first reads [branch outputs, features]
+    head          [H, M] of the last linear map, without bias
+    scale, shift  [H] of the affine map at the end
+    returns       [B, H, L] float32 (float64 where the weights are)
+    """
+    B, H, L = features.shape[:3]
+    parts = []
+    for x, branch in zip(inputs, branches, strict=True):
+        standard = (by_head(x).to(branch.mean.dtype) - branch.mean[:, None]) / branch.deviation[:, None]
+        x = torch.baddbmm(branch.bias[:, None], standard.to(branch.weight.dtype), branch.weight)
+        parts.append(F.layer_norm(x, x.shape[-1:]))
+    x = torch.cat([*parts, by_head(features).to(trunk[0].weight.dtype)], -1)  # [H, B * L, i]
+    for layer in trunk:
+        x = torch.baddbmm(layer.bias[:, None], x, layer.weight)
+        x = F.silu(torch.addcmul(layer.offset[:, None], F.layer_norm(x, x.shape[-1:]), layer.gain[:, None]))
+    score = torch.bmm(x, head[..., None])[..., 0]
+    score = score.to(torch.promote_types(score.dtype, torch.float32)) * scale[:, None] + shift[:, None]
+    return score.view(H, B, L).transpose(0, 1)
+
+
+def by_head(x: Tensor) -> Tensor:
+    """[B, H, L, X] -> [H, B * L, X]."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def gate_scorer(
+    queries: Tensor,
+    keys: Tensor,
+    query_gain: Tensor,
+    key_gain: Tensor,
+    sinks: Tensor,
+    bias: Tensor,
+    *,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Share of attention that a token's own key gets beside learned sink keys, mean over the query group (arXiv:2601.17668).
+
+    Differs: the bias is added once, as the authors' inference does; their training adds it twice.
+
+    queries               [B, Q, T, D] projected, before their RMSNorm
+    keys                  [B, H, T, D] likewise
+    query_gain, key_gain  [D] of the RMSNorms
+    sinks                 [H, S, D] sink keys, not normalised
+    bias                  [H, Q / H] added to a query head's own logit
+    returns               [B, H, T] float32 in (0, 1) (float64 where the queries are)
+    """
+    H, D = keys.shape[1], keys.shape[-1]
+    q = rms_norm(queries, query_gain, eps).unflatten(1, (H, -1))  # [B, H, G, T, D]
+    own = (q * rms_norm(keys, key_gain, eps)[:, :, None]).sum(-1) * D**-0.5 + bias[..., None]  # [B, H, G, T]
+    others = (q @ sinks[:, None].mT.to(q.dtype) * D**-0.5).logsumexp(-1)
+    return (own - others).sigmoid().mean(2)
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """x over its root mean square along the last dimension, times the gain; in float32 or more."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
