@@ -318,8 +318,8 @@ def entries(arch: Arch) -> list[Entry]:
     types |= {name: "*i32" for name in ("counts", "holes", "movers", "moves", "sources", "table", "target_table")}
     types |= {"memory": "*fp32", "target_memory": "*fp32"}
     types |= {name: "i32" for name in ("L", "tiles", "width", "pages", "target_pages", "memory_stride", "target_memory_stride")}
-    found = [Entry(count_kept, "", types, {}, count_tile(arch))]
-    found += [Entry(kernel, "", types, {}, list_tile(arch)) for kernel in (list_moves, list_kept)]
+    found = [Entry(count_kept, "any L", types, {}, count_tile(arch))]
+    found += [Entry(kernel, "any L", types, {}, list_tile(arch)) for kernel in (list_moves, list_kept)]
     for name, D, C in (("bf16", 128, 1), ("bf16", 64, 0), ("bf16", 80, 3), ("bf16", 256, 1), ("fp32", 128, 1)):
         pools = {pool: f"*{name}" for pool in ("keys", "values", "target_keys", "target_values")}
         constants, shape = {"P": 16, "D": D, "C": C}, row_tile(arch, D, C)

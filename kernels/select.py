@@ -314,5 +314,5 @@ def entries(arch: Arch) -> list[Entry]:
         Entry(count_digits, "long rows", {**data, **sizes}, {}, tile(arch)),
         Entry(count_ties, "long rows", {**data, **sizes}, {}, tile(arch)),
         Entry(mark, "long rows", {**data, **sizes}, {}, mark_tile(arch)),
-        Entry(worst_slot, "", evict, {}, evict_tile(arch), loop=loop),
+        Entry(worst_slot, "any L", evict, {}, evict_tile(arch), loop=loop),
     ]
