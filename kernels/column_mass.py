@@ -94,7 +94,7 @@ def column_mass_tiles(
     k = tl.load(k_at, mask=(held >= 0)[None, :] & (d < D)[:, None], other=0.0)  # [BLOCK_D, BLOCK_N]
 
     GROUPS: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
-    first, full = 0, 1
+    first, full, ragged = 0, 1, 0
     if MANY:
         first, full = num_tiles, 0
         nearest, farthest = tl.min(position), tl.max(held)
@@ -105,6 +105,7 @@ def column_mass_tiles(
             first = tl.minimum(first, tl.min(tl.where(high >= nearest, i, num_tiles)))
             full = tl.maximum(full, tl.max(tl.where(low < farthest, i + 1, 0)))
         full = tl.maximum(first, full)
+        ragged = num_tiles - tl.maximum(full, T // BLOCK_T)  # 1 where a last tile all queries of which see all is not a whole one
 
     mass = tl.zeros([BLOCK_G * BLOCK_T, BLOCK_N], tl.float32)
     group = tl.zeros([BLOCK_G * BLOCK_T, BLOCK_N], tl.float32)
@@ -112,20 +113,20 @@ def column_mass_tiles(
     q_row = g_row[:, None].to(tl.int64) * stride_qh + t_row[:, None].to(tl.int64) * stride_qt + d[None, :]  # [M, BLOCK_D]
     lse_base = lse + bh * G * T
     lse_row = g_row.to(tl.int64) * T + t_row
-    for j in range(first * GROUPS, full * GROUPS):
-        t_start, g_start = tl.cast(j // GROUPS, tl.int64) * BLOCK_T, tl.cast(j % GROUPS, tl.int64) * BLOCK_G
-        at = tl.load(query_positions + b * stride_tb + t_start + t_row, mask=t_start + t_row < T, other=-1).to(tl.int32)
-        real = (at >= 0) & (g_start + g_row < G)
-        q = tl.load(q_base + g_start * stride_qh + t_start * stride_qt + q_row, mask=real[:, None] & (d < D)[None, :], other=0.0)
-        row_lse = base_2(tl.load(lse_base + g_start * T + t_start + lse_row, mask=real, other=float("-inf")))
+    for j in range(first * GROUPS, (full + ragged) * GROUPS):
+        i = tl.where(j // GROUPS < full, j // GROUPS, num_tiles - 1)
+        t_start, g_start = tl.cast(i, tl.int64) * BLOCK_T, tl.cast(j % GROUPS, tl.int64) * BLOCK_G
+        inside = (t_start + t_row < T) & (g_start + g_row < G)
+        at = tl.load(query_positions + b * stride_tb + t_start + t_row, mask=inside, other=-1).to(tl.int32)
+        q = tl.load(q_base + g_start * stride_qh + t_start * stride_qt + q_row, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        row_lse = base_2(tl.load(lse_base + g_start * T + t_start + lse_row, mask=inside, other=float("-inf")))
         weights = tl.where(position[None, :] <= at[:, None], attention(q, k, row_lse, scale_log2), 0.0)
         mass, group = reduced(mass, group, weights, j % GROUPS == GROUPS - 1, GROUP_MAX, QUERIES_MAX)
     if MANY:
-        for j in range(full * GROUPS, num_tiles * GROUPS):
+        for j in range(full * GROUPS, T // BLOCK_T * GROUPS):
             t_start, g_start = tl.cast(j // GROUPS, tl.int64) * BLOCK_T, tl.cast(j % GROUPS, tl.int64) * BLOCK_G
-            inside = t_start + t_row < T
-            q = tl.load(q_base + g_start * stride_qh + t_start * stride_qt + q_row, mask=inside[:, None] & (d < D)[None, :], other=0.0)
-            row_lse = base_2(tl.load(lse_base + g_start * T + t_start + lse_row, mask=inside, other=float("-inf")))
+            q = tl.load(q_base + g_start * stride_qh + t_start * stride_qt + q_row, mask=(d < D)[None, :], other=0.0)
+            row_lse = base_2(tl.load(lse_base + g_start * T + t_start + lse_row))
             mass, group = reduced(mass, group, attention(q, k, row_lse, scale_log2), j % GROUPS == GROUPS - 1, GROUP_MAX, QUERIES_MAX)
 
     total = (tl.max(mass, 0) if QUERIES_MAX else tl.sum(mass, 0)) * share  # [BLOCK_N]
@@ -139,11 +140,11 @@ def column_mass_tiles(
 
 
 @triton.jit
-def summed(peak, total, logits):
-    """(peak [M], total [M]) after one more tile of logits [M, N], -inf where unseen."""
-    higher = tl.maximum(peak, tl.max(logits, 1))
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    return higher, total * tl.exp2(peak - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
+def summed(peak, total, products, scale_log2):
+    """(peak [M], total [M]) after one more tile of products [M, N], -inf where unseen; the scale is positive."""
+    higher = tl.maximum(peak, tl.max(products, 1))
+    safe = tl.where(higher == float("-inf"), 0.0, higher * scale_log2)
+    return higher, total * tl.exp2(peak * scale_log2 - safe) + tl.sum(tl.exp2(products * scale_log2 - safe[:, None]), 1)
 
 
 @triton.jit(do_not_specialize=["T", "L", "num_tiles", "tiles_each"])
@@ -212,16 +213,17 @@ def row_lse_split(
     if MANY:
         for i in range(begin, full):
             k = tl.load(k_base + tl.cast(i, tl.int64) * BLOCK_N * stride_kl + k_row, mask=(d < D)[:, None], other=0.0)
-            peak, total = summed(peak, total, tl.dot(q, k, input_precision="tf32") * scale_log2)
+            peak, total = summed(peak, total, tl.dot(q, k, input_precision="tf32"), scale_log2)
     for i in range(full, end):
         n = i * BLOCK_N + n_row
         held = tl.load(key_positions + b * stride_pb + h * stride_ph + n, mask=n < L, other=-1).to(tl.int32)
         k_mask = (held >= 0)[None, :] & (d < D)[:, None]
         k = tl.load(k_base + tl.cast(i, tl.int64) * BLOCK_N * stride_kl + k_row, mask=k_mask, other=0.0)
-        logits = tl.dot(q, k, input_precision="tf32") * scale_log2  # [BLOCK_M, BLOCK_N]
-        seen_by = (held >= 0)[None, :] & (held[None, :] <= at[:, None])
-        peak, total = summed(peak, total, tl.where(seen_by, logits, float("-inf")))
-    lse = tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf")) * LN2
+        position = tl.where(held >= 0, held, NEVER)
+        products = tl.dot(q, k, input_precision="tf32")  # [BLOCK_M, BLOCK_N]
+        peak, total = summed(peak, total, tl.where(position[None, :] <= at[:, None], products, float("-inf")), scale_log2)
+    seen = total > 0
+    lse = tl.where(seen, peak * scale_log2 + tl.log2(tl.where(seen, total, 1.0)), float("-inf")) * LN2
     split = bh * tl.num_programs(2) + tl.program_id(2)
     tl.store(out + split * G * T + r, lse, mask=inside)
 
