@@ -250,7 +250,7 @@ def row_lse(queries: Tensor, keys: Tensor, query_positions: Tensor, key_position
     """`reference.row_lse`, the keys split among programs where there are few rows."""
     queries, keys, query_positions, key_positions = checked(queries, keys, query_positions, key_positions)
     (B, Q, T, D), (H, L) = queries.shape, keys.shape[1:3]
-    tile = lse_tile(arch_of(queries), D, queries.dtype)
+    tile = lse_tile(D, queries.dtype)
     block_m, block_n = tile.blocks["BLOCK_M"], tile.blocks["BLOCK_N"]
     num_tiles, row_tiles = triton.cdiv(L, block_n), triton.cdiv(Q // H * T, block_m)
     splits = num_splits(row_tiles * B * H, num_tiles)
@@ -344,16 +344,23 @@ def key_spans(positions: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 def mass_tile(arch: Arch, D: int, dtype: torch.dtype, T: int, G: int, each: bool) -> Tile:
     """Of `column_mass_tiles`; few queries lie in one tile with those of other heads of the group, unless heads are reduced first (`each`)."""
+    row_bytes = padded_head(D) * dtype.itemsize
     rows, slots, warps = 64, 128, 8
+    if row_bytes > 512:
+        rows, slots, warps = 32, 32, 4
+    elif row_bytes == 512 and arch == "gfx942":
+        slots, warps = 64, 4  # 8 warps have half the registers each, and spill
+    elif each and arch in (80, 89):
+        rows = 32  # more needs every register
     block_t = min(rows, max(16, triton.next_power_of_2(T)))
     block_g = 1 if each else min(triton.next_power_of_2(G), rows // block_t)
-    blocks = {"BLOCK_G": block_g, "BLOCK_T": block_t, "BLOCK_N": slots, "BLOCK_D": padded_head(D)}
-    return Tile(blocks, warps, 2)
+    return Tile({"BLOCK_G": block_g, "BLOCK_T": block_t, "BLOCK_N": slots, "BLOCK_D": padded_head(D)}, warps, 2)
 
 
-def lse_tile(arch: Arch, D: int, dtype: torch.dtype) -> Tile:
+def lse_tile(D: int, dtype: torch.dtype) -> Tile:
     """Of `row_lse_split`."""
-    return Tile({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": padded_head(D)}, 8, 2)
+    rows, slots, warps = (32, 32, 4) if padded_head(D) * dtype.itemsize > 512 else (128, 64, 8)
+    return Tile({"BLOCK_M": rows, "BLOCK_N": slots, "BLOCK_D": padded_head(D)}, warps, 2)
 
 
 def combine_tile() -> Tile:
@@ -380,13 +387,13 @@ ALL = 1 << 17  # queries of a long prompt
 def entries(arch: Arch) -> list[Entry]:
     """What the launchers above compile."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    plain = [(ALL, bf16, 128, 4), (ALL, bf16, 64, 3), (ALL, bf16, 256, 4), (ALL, fp32, 128, 4)]
+    plain = [(ALL, bf16, 128, 4), (ALL, bf16, 64, 3), (ALL, bf16, 256, 4), (ALL, fp32, 128, 4), (ALL, fp32, 256, 4)]
     found = [mass_entry(arch, *case, "sum", "sum") for case in plain]
-    found += [mass_entry(arch, ALL, bf16, 128, 4, "max", "sum"), mass_entry(arch, ALL, fp32, 64, 3, "max", "sum")]
+    found += [mass_entry(arch, ALL, bf16, 128, 4, "max", "sum"), mass_entry(arch, ALL, bf16, 256, 4, "max", "sum"), mass_entry(arch, ALL, fp32, 128, 3, "max", "sum")]
     found += [mass_entry(arch, T, bf16, 128, 4, "mean", "mean") for T in (1, 32, 64)]
     found += [mass_entry(arch, 32, bf16, 80, 7, "mean", "mean"), mass_entry(arch, 32, fp32, 64, 3, "mean", "mean")]
-    shapes = [(ALL, bf16, 128, 4), (32, bf16, 128, 4), (32, bf16, 80, 7), (32, bf16, 256, 4), (ALL, fp32, 128, 4)]
-    return found + [lse_entry(arch, *shape) for shape in shapes] + [combine_entry()]
+    shapes = [(ALL, bf16, 128, 4), (32, bf16, 128, 4), (32, bf16, 80, 7), (32, bf16, 256, 4), (ALL, fp32, 128, 4), (32, fp32, 256, 4)]
+    return found + [lse_entry(*shape) for shape in shapes] + [combine_entry()]
 
 
 def mass_entry(arch: Arch, T: int, dtype: torch.dtype, D: int, G: int, over_group: str, over_queries: str) -> Entry:
@@ -403,9 +410,9 @@ def mass_entry(arch: Arch, T: int, dtype: torch.dtype, D: int, G: int, over_grou
     return Entry(column_mass_tiles, label, types, constants, tile, STRIDES, loop)
 
 
-def lse_entry(arch: Arch, T: int, dtype: torch.dtype, D: int, G: int) -> Entry:
+def lse_entry(T: int, dtype: torch.dtype, D: int, G: int) -> Entry:
     """One of `row_lse_split`."""
-    tile = lse_tile(arch, D, dtype)
+    tile = lse_tile(D, dtype)
     types = {"queries": f"*{NAMES[dtype]}", "keys": f"*{NAMES[dtype]}", **TYPES}
     del types["lse"], types["share"]
     many = T > tile.blocks["BLOCK_M"]
