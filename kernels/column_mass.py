@@ -1,5 +1,7 @@
 """Attention that each slot receives, and the log-sum-exp of each query's logits.  A key tile stays, queries stream past it."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import math
@@ -44,7 +46,7 @@ def reduced(mass, group, weights, last, GROUP_MAX: tl.constexpr, QUERIES_MAX: tl
     return mass, group
 
 
-@triton.jit(do_not_specialize=["T", "L", "num_tiles"])
+@triton.jit(do_not_specialize=["T", "L", "num_tiles", "stride_tb", "stride_pb", "stride_ph"])
 def column_mass_tiles(
     queries,
     keys,
@@ -147,7 +149,7 @@ def summed(peak, total, products, scale_log2):
     return higher, total * tl.exp2(peak * scale_log2 - safe) + tl.sum(tl.exp2(products * scale_log2 - safe[:, None]), 1)
 
 
-@triton.jit(do_not_specialize=["T", "L", "num_tiles", "tiles_each"])
+@triton.jit(do_not_specialize=["T", "L", "num_tiles", "tiles_each", "stride_tb", "stride_pb", "stride_ph"])
 def row_lse_split(
     queries,
     keys,
@@ -257,7 +259,7 @@ def row_lse(queries: Tensor, keys: Tensor, query_positions: Tensor, key_position
     parts = queries.new_empty(B * H, splits, Q // H * T, dtype=torch.float32)
     if not parts.numel():
         return parts.view(B, Q, T)
-    many = T > block_m
+    many = block_m < T
     lowest, highest = key_spans(key_positions, block_n) if many else (key_positions, key_positions)
     strides = (*queries.stride()[:3], *keys.stride()[:3], query_positions.stride(0), *key_positions.stride()[:2])
     tensors = (queries, keys, query_positions, key_positions, lowest, highest, parts)
@@ -266,7 +268,7 @@ def row_lse(queries: Tensor, keys: Tensor, query_positions: Tensor, key_position
     row_lse_split[(row_tiles, B * H, splits)](*tensors, *numbers, **constants, **tile.blocks, **tile.options)
     if splits == 1:
         return parts.view(B, Q, T)
-    out = torch.empty_like(parts[:, 0])  # [B * H, G * T]
+    out = queries.new_empty(B * H, Q // H * T, dtype=torch.float32)
     tile = combine_tile()
     row_lse_combine[(triton.cdiv(out.shape[1], tile.blocks["BLOCK_R"]), B * H)](
         parts, out, out.shape[1], SPLITS=splits, **tile.blocks, **tile.options
@@ -294,7 +296,7 @@ def column_mass(
     if not out.numel():
         return out
     tile = mass_tile(arch_of(queries), D, queries.dtype, T, G, each=(over_group == "max") != (over_queries == "max"))
-    block_t, many = tile.blocks["BLOCK_T"], T > tile.blocks["BLOCK_T"]
+    block_t, many = tile.blocks["BLOCK_T"], tile.blocks["BLOCK_T"] < T
     lowest, highest = query_spans(query_positions, block_t) if many else (query_positions, query_positions)
     strides = (*queries.stride()[:3], *keys.stride()[:3], query_positions.stride(0), *key_positions.stride()[:2])
     tensors = (queries, keys, query_positions, key_positions, lse, lowest, highest, out)
@@ -343,7 +345,7 @@ def key_spans(positions: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def mass_tile(arch: Arch, D: int, dtype: torch.dtype, T: int, G: int, each: bool) -> Tile:
-    """Of `column_mass_tiles`; few queries lie in one tile with those of other heads of the group, unless heads are reduced first (`each`)."""
+    """Of `column_mass_tiles`.  Few queries share a tile with those of the group's other heads, unless heads are reduced first (`each`)."""
     row_bytes = padded_head(D) * dtype.itemsize
     rows, slots, warps = 64, 128, 8
     if row_bytes > 512:
@@ -389,7 +391,8 @@ def entries(arch: Arch) -> list[Entry]:
     bf16, fp32 = torch.bfloat16, torch.float32
     plain = [(ALL, bf16, 128, 4), (ALL, bf16, 64, 3), (ALL, bf16, 256, 4), (ALL, fp32, 128, 4), (ALL, fp32, 256, 4)]
     found = [mass_entry(arch, *case, "sum", "sum") for case in plain]
-    found += [mass_entry(arch, ALL, bf16, 128, 4, "max", "sum"), mass_entry(arch, ALL, bf16, 256, 4, "max", "sum"), mass_entry(arch, ALL, fp32, 128, 3, "max", "sum")]
+    for dtype, D, G, over_queries in ((bf16, 128, 4, "sum"), (bf16, 256, 4, "sum"), (fp32, 128, 3, "sum"), (bf16, 128, 4, "max")):
+        found.append(mass_entry(arch, ALL, dtype, D, G, "max", over_queries))
     found += [mass_entry(arch, T, bf16, 128, 4, "mean", "mean") for T in (1, 32, 64)]
     found += [mass_entry(arch, 32, bf16, 80, 7, "mean", "mean"), mass_entry(arch, 32, fp32, 64, 3, "mean", "mean")]
     shapes = [(ALL, bf16, 128, 4), (32, bf16, 128, 4), (32, bf16, 80, 7), (32, bf16, 256, 4), (ALL, fp32, 128, 4), (32, fp32, 256, 4)]
@@ -401,12 +404,13 @@ def mass_entry(arch: Arch, T: int, dtype: torch.dtype, D: int, G: int, over_grou
     tile = mass_tile(arch, D, dtype, T, G, each=(over_group == "max") != (over_queries == "max"))
     types = {"queries": f"*{NAMES[dtype]}", "keys": f"*{NAMES[dtype]}", **TYPES}
     del types["tiles_each"]
-    many = T > tile.blocks["BLOCK_T"]
+    many = tile.blocks["BLOCK_T"] < T
     constants = {"H": 8, "G": G, "D": D, "MANY": many, **reductions(over_group, over_queries)}
     elements = tile.blocks["BLOCK_G"] * tile.blocks["BLOCK_T"] * tile.blocks["BLOCK_N"]
     loop = Loop(flops=2 * elements * D, exps=elements) if many and dtype == torch.bfloat16 and D == 128 else None
-    which = f"{'all' if many else T} queries {NAMES[dtype]} D={D} G={G}"
-    label = f"{over_group} of the group, {which}" if tile.blocks["BLOCK_G"] == 1 and over_group == "max" else which
+    label = f"{'all' if many else T} queries {NAMES[dtype]} D={D} G={G}"
+    if "max" in (over_group, over_queries):
+        label += f", {over_group} over group, {over_queries} over queries"
     return Entry(column_mass_tiles, label, types, constants, tile, STRIDES, loop)
 
 
@@ -415,7 +419,7 @@ def lse_entry(T: int, dtype: torch.dtype, D: int, G: int) -> Entry:
     tile = lse_tile(D, dtype)
     types = {"queries": f"*{NAMES[dtype]}", "keys": f"*{NAMES[dtype]}", **TYPES}
     del types["lse"], types["share"]
-    many = T > tile.blocks["BLOCK_M"]
+    many = tile.blocks["BLOCK_M"] < T
     label = f"{'all' if many else T} queries {NAMES[dtype]} D={D} G={G}"
     block_m, block_n = tile.blocks["BLOCK_M"], tile.blocks["BLOCK_N"]
     loop = Loop(bytes=0 if many else block_n * D * 2, flops=2 * block_m * block_n * D, exps=block_m * block_n)

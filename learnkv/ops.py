@@ -72,6 +72,7 @@ def door(op: Callable[P, R], module: str) -> Callable[P, R]:
 
 column_mass = door(reference.column_mass, "column_mass")
 row_lse = door(reference.row_lse, "column_mass")
+pool = door(reference.pool, "pool")
 select = door(reference.select, "select")
 pl_logprob = door(reference.pl_logprob, "ranking")
 budget_reward = door(reference.budget_reward, "ranking")
