@@ -3,7 +3,6 @@
 Where the trunk is too wide for that, or deeper than two layers, each further layer is a kernel of its own over a workspace.
 """
 
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 

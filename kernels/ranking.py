@@ -1,6 +1,5 @@
 """Plackett-Luce log-probabilities and the reward over all budgets, with their gradients: what ranking losses are made of."""
 
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 

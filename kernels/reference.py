@@ -184,7 +184,9 @@ BLOCK_ELEMENTS = 1 << 21  # logits held at once: 8 MiB of float32, near a core's
 def row_blocks(
     queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, scale: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Causal logits a block of query rows at a time: (rows, [B, H, G, t, L] float32), -inf where a query may not look.
+    """Causal logits a block of query rows at a time: (rows, [B, H, G, t, l] float32), -inf where a query may not look.
+
+    The l slots are the first ones, up to the last that any row of the block sees.
 
     queries          [B, Q, T, D] rotated
     keys             [B, H, L, D] rotated
@@ -195,11 +197,23 @@ def row_blocks(
     H, L = keys.shape[1:3]
     grouped = queries.view(B, H, Q // H, T, D).float() * scale
     transposed = keys.float().mT[:, :, None]  # [B, H, 1, D, L]
+    never = torch.iinfo(key_positions.dtype).max
+    held = key_positions.masked_fill(key_positions < 0, never).flatten(0, 1)  # [B * H, L]
+    plain, stop = 0, L
+    if T > 1:  # for one row the mask costs less than to know where it is not needed
+        before = held.amax(0).cummax(0).values  # [L], highest position up to a slot
+        after = held.amin(0).flip(0).cummin(0).values.flip(0)  # [L], lowest position from a slot on
     step = max(1, BLOCK_ELEMENTS // max(1, B * Q * L))
     for start in range(0, T, step):
         rows = slice(start, min(start + step, T))
-        visible = (key_positions >= 0)[:, :, None] & (key_positions[:, :, None] <= query_positions[:, None, rows, None])  # [B, H, t, L]
-        yield rows, (grouped[:, :, :, rows] @ transposed).masked_fill_(~visible[:, :, None], float("-inf"))
+        at = query_positions[:, rows].to(key_positions.dtype)
+        if T > 1:
+            plain = int(torch.searchsorted(before, at.amin(), right=True))  # slots that every row sees
+            stop = int(torch.searchsorted(after, at.amax(), right=True))
+        logits = grouped[:, :, :, rows] @ transposed[..., :stop]
+        cut = held.view(B, H, 1, L)[..., plain:stop] > at[:, None, :, None]  # [B, H, t, stop - plain]
+        logits[..., plain:].masked_fill_(cut[:, :, None], float("-inf"))
+        yield rows, logits
 
 
 def row_lse(queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, scale: float) -> Tensor:
@@ -207,8 +221,13 @@ def row_lse(queries: Tensor, keys: Tensor, query_positions: Tensor, key_position
 
     returns  [B, Q, T] float32, -inf where a query sees nothing
     """
-    blocks = [logits.logsumexp(-1) for _, logits in row_blocks(queries, keys, query_positions, key_positions, scale)]
-    return torch.cat(blocks, -1).flatten(1, 2)
+    B, Q, T, _ = queries.shape
+    H, L = keys.shape[1:3]
+    out = queries.new_full((B, H, Q // H, T), float("-inf"), dtype=torch.float32)
+    if L:
+        for rows, logits in row_blocks(queries, keys, query_positions, key_positions, scale):
+            out[..., rows] = logits.logsumexp(-1)
+    return out.view(B, Q, T)
 
 
 REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
@@ -223,6 +242,7 @@ def column_mass(
     *,
     over_group: str = "sum",
     over_queries: str = "sum",
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Attention that each slot receives, reduced over the query group, then over the queries; never T x L at once.
 
@@ -231,24 +251,51 @@ def column_mass(
     query_positions            [B, T]     causal: a query sees slots at positions up to its own; -1 where the row is padding
     key_positions              [B, H, L]  -1 where empty
     over_group, over_queries   "sum", "mean" (over the real queries) or "max"
+    lse                        [B, Q, T] float32 as `row_lse` gives it, of these keys; saves a pass over them
     returns                    [B, H, L] float32, 0 on empty slots
     """
+    B, T = query_positions.shape
+    H, L = keys.shape[1:3]
     out = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+    if not L:
+        return out
     first = key_positions.masked_fill(key_positions < 0, torch.iinfo(key_positions.dtype).max).amin(-1)  # [B, H]
     blind = query_positions[:, None] < first[..., None]  # [B, H, T], a query that sees nothing gives nothing
+    total = lse.view(B, H, -1, T).masked_fill(blind[:, :, None], 0) if lse is not None else None
     for rows, logits in row_blocks(queries, keys, query_positions, key_positions, scale):
-        weights = logits.softmax(-1)
+        weights = logits.softmax(-1) if total is None else logits.sub_(total[..., rows, None]).clamp_(max=0).exp_()
         if blind[..., rows].any():
             weights = weights.masked_fill(blind[:, :, None, rows, None], 0)
+        seen = out[..., : weights.shape[-1]]
         if over_queries == "max":
-            out = torch.maximum(out, REDUCE[over_group](weights, 2).amax(2))
+            torch.maximum(seen, REDUCE[over_group](weights, 2).amax(2), out=seen)
         elif over_group == "max":
-            out += weights.amax(2).sum(2)
+            seen += weights.amax(2).sum(2)
         else:
-            out += weights.sum((2, 3)) / (weights.shape[2] if over_group == "mean" else 1)
+            seen += weights.sum((2, 3)) / (weights.shape[2] if over_group == "mean" else 1)
     if over_queries == "mean":
         out = out / (query_positions >= 0).sum(-1).clamp(min=1)[:, None, None]
     return out
+
+
+def pool(mass: Tensor, positions: Tensor, *, kernel_size: int, pooling: str) -> Tensor:
+    """Each slot's mass pooled with its neighbours', the filled slots up to kernel_size // 2 before and after it in the head.
+
+    No slot is left out and none protected: sinks, recent window and pins are the policy's.
+
+    mass       [B, H, L] float32
+    positions  [B, H, L]  -1 where empty
+    pooling    "max" or "mean" of the filled slots covered
+    returns    [B, H, L] float32, 0 on empty slots
+    """
+    empty, half = positions < 0, kernel_size // 2
+    if not mass.numel():
+        return mass
+    if pooling == "max":
+        return F.max_pool1d(mass.masked_fill(empty, float("-inf")), kernel_size, stride=1, padding=half).masked_fill(empty, 0)
+    total = F.avg_pool1d(mass.masked_fill(empty, 0), kernel_size, stride=1, padding=half)
+    share = F.avg_pool1d((~empty).float(), kernel_size, stride=1, padding=half)
+    return (total / share).masked_fill(empty, 0)
 
 
 @dataclass(frozen=True)

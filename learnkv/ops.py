@@ -76,6 +76,7 @@ def door(op: Callable[P, R], module: str) -> Callable[P, R]:
 
 column_mass = door(reference.column_mass, "column_mass")
 row_lse = door(reference.row_lse, "column_mass")
+pool = door(reference.pool, "pool")
 select = door(reference.select, "select")
 evict_slot = door(reference.evict_slot, "select")
 compact = door(reference.compact, "compact")
