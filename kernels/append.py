@@ -79,6 +79,8 @@ def append_kv(
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
+    first: Tensor | None = None,
+    padded: bool = True,
 ) -> Tensor:
     """As reference.append_kv: one launch for one token a row, else another for their ranks; asks the device nothing."""
     check(key_pages, value_pages, position_pages)

@@ -108,6 +108,9 @@ def kernels(command: BenchCommand) -> None:
     roof = found.ceilings
     print(f"ceilings: {roof.bytes / 1e9:.1f} GB/s copied, {roof.flops / 1e9:.0f} GFLOP/s, {roof.exps / 1e9:.2f} G exp/s")
     print(report.markdown(roofline.cells(found.lines)))
+    for line in found.lines:
+        for baseline, why in line.failed.items():
+            print(f"not beside {line.op}, {line.at}: {baseline}, which failed here: {why}")
     for name in found.left_out:
         print(f"not measured, the time was used up: {name}")
     kernel_speed.write(found, out)

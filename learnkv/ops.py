@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_args
 
 from torch import Tensor
 
-from learnkv.kernels import reference
-from learnkv.kernels.entry import Arch
+from learnkv.kernels import entry, reference
 
 if TYPE_CHECKING:
     from learnkv.kernels.build import Build
@@ -97,10 +96,13 @@ page_minmax = door(reference.page_minmax, "page_bound")
 page_bound = door(reference.page_bound, "page_bound")
 owners = reference.owners  # bookkeeping of the reference's own
 Owners = reference.Owners
+ARCHS = entry.ARCHS
+BranchWeights = reference.BranchWeights
+TrunkWeights = reference.TrunkWeights
 
 
-def builds(arch: Arch) -> Iterator[tuple[str, Build]]:
+def builds(arch: entry.Arch) -> Iterator[tuple[str, Build]]:
     """Every kernel of the table compiled for an architecture that need not be here, by name."""
     build = import_module("learnkv.kernels.build")
-    for entry in build.all_entries(arch):
-        yield entry.name, build.built(entry, arch)
+    for found in build.all_entries(arch):
+        yield found.name, build.built(found, arch)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from learnkv import ops
 from learnkv.evaluation.roofline import Case, Prepared, Work
@@ -73,6 +76,8 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         yield appending(shape)
         yield page_extremes(shape)
         yield page_bounds(shape)
+        yield network(shape, 64, 128)
+        yield sink_gate(shape)
     yield from (square_mass(shape) for shape in SQUARE[sizes])
     yield picks(*ROWS[sizes])
     yield rewards(*ROWS[sizes])
@@ -87,6 +92,14 @@ def plainly(op: Callable[..., Tensor], *args: object, **options: object) -> Tens
     """What plain torch says of the same tensors in float32."""
     with ops.use("reference"):
         return op(*(x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args), **options)
+
+
+def compiled(device: torch.device, op: Callable, *args: object) -> dict[str, Callable[[], object]]:
+    """torch.compile of the plain torch of an op, on a GPU; elsewhere the op is plain torch, and a compiler is seldom there."""
+    if device.type != "cuda":
+        return {}
+    fast = torch.compile(inspect.unwrap(op))
+    return {"torch.compile": lambda: fast(*args)}
 
 
 # ---- attention
@@ -148,7 +161,7 @@ def decoding(shape: Shape, tokens: int, *, ragged: bool) -> Case:
         return Prepared(
             run=lambda: ops.attend(queries, *held.arguments, now, shape.scale, whose, causal=False),
             want=lambda: plainly(ops.attend, queries, *held.arguments, now, shape.scale),
-            baselines={"masked sdpa of padded heads" if ragged else "sdpa": dense},
+            baselines={"masked sdpa of padded heads" if ragged else "sdpa": dense, **({} if ragged else flex(queries, keys, values))},
         )
 
     def work(dtype: torch.dtype) -> Work:
@@ -156,6 +169,14 @@ def decoding(shape: Shape, tokens: int, *, ragged: bool) -> Case:
         return Work(2 * total * shape.D * dtype.itemsize, 4 * total * shape.G * shape.D, total * shape.G)
 
     return Case("attend", f"one query, {tokens:,} {'ragged' if ragged else 'each'}, {shape}", prepare, work, 1.2)
+
+
+def flex(queries: Tensor, keys: Tensor, values: Tensor) -> dict[str, Callable[[], object]]:
+    """Flex attention compiled, on a GPU."""
+    if not queries.is_cuda:
+        return {}
+    fast = torch.compile(flex_attention)
+    return {"flex attention": lambda: fast(queries, keys, values, enable_gqa=True)}
 
 
 def decoding_with_mass(shape: Shape) -> Case:
@@ -195,10 +216,9 @@ def window_mass(shape: Shape, window: int, *, given: bool) -> Case:
         keys = normal(shape.B, shape.H, shape.N, shape.D, device=device, dtype=dtype)
         at = places(shape, window, device)
         lse = ops.row_lse(queries, keys, *at, shape.scale) if given else None
-        mean = {"over_group": "mean", "over_queries": "mean"}
         return Prepared(
-            run=lambda: ops.column_mass(queries, keys, *at, shape.scale, lse=lse, **mean),
-            want=lambda: plainly(ops.column_mass, queries, keys, *at, shape.scale, **mean),
+            run=lambda: ops.column_mass(queries, keys, *at, shape.scale, over_group="mean", over_queries="mean", lse=lse),
+            want=lambda: plainly(ops.column_mass, queries, keys, *at, shape.scale, over_group="mean", over_queries="mean"),
             baselines={"eager SnapKV": lambda: eager_snapkv(queries, keys, shape)}
             if window * shape.G * shape.slots <= EAGER_LOGITS
             else {},
@@ -246,6 +266,56 @@ def square_mass(shape: Shape) -> Case:
     return Case("column_mass", f"all queries, {shape}", prepare, work, 1.3)
 
 
+def network(shape: Shape, branch: int, width: int) -> Case:
+    """KVP's network: a branch of keys, one of values, a trunk of two layers."""
+
+    def prepare(device: torch.device, dtype: torch.dtype) -> Prepared:
+        H, D, F = shape.H, shape.D, 1
+        inputs = [normal(shape.B, H, shape.N, D, device=device, dtype=dtype) for _ in range(2)]
+        features = normal(shape.B, H, shape.N, F, device=device)
+        still = torch.zeros(H, D, device=device), torch.ones(H, D, device=device)
+        branches = [ops.BranchWeights(*still, *weights(device, (H, D, branch), (H, branch))) for _ in range(2)]
+        widths = [2 * branch + F, width, width]
+        trunk = [ops.TrunkWeights(*weights(device, (H, i, o), (H, o), (H, o), (H, o))) for i, o in pairwise(widths)]
+        ends = weights(device, (H, width), (H,), (H,))
+        return Prepared(
+            run=lambda: ops.mlp_scorer(inputs, features, branches, trunk, *ends),
+            want=lambda: plainly(ops.mlp_scorer, [x.float() for x in inputs], features, branches, trunk, *ends),
+            baselines=compiled(device, ops.mlp_scorer, inputs, features, branches, trunk, *ends),
+        )
+
+    def work(dtype: torch.dtype) -> Work:
+        per_token = 2 * shape.D * branch + (2 * branch + 1) * width + width * width + width
+        return Work(2 * shape.bytes(dtype) + 8 * shape.slots, 2 * shape.slots * per_token)
+
+    return Case("mlp_scorer", f"branches of {branch}, trunk of {width}, {shape}", prepare, work, 2.0)
+
+
+def weights(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """One tensor per shape, small enough to keep activations near 1."""
+    return [normal(*shape, device=device) * shape[-1] ** -0.5 for shape in shapes]
+
+
+def sink_gate(shape: Shape) -> Case:
+    """Fast KVzip's gate after its projections, 16 numbers a head and 16 sinks."""
+
+    def prepare(device: torch.device, dtype: torch.dtype) -> Prepared:
+        queries = normal(shape.B, shape.Q, shape.N, 16, device=device, dtype=dtype)
+        keys = normal(shape.B, shape.H, shape.N, 16, device=device, dtype=dtype).roll(1, 2)
+        rest = weights(device, (16,), (16,), (shape.H, 16, 16), (shape.H, shape.G))
+        return Prepared(
+            run=lambda: ops.gate_scorer(queries, keys, *rest),
+            want=lambda: plainly(ops.gate_scorer, queries, keys, *rest),
+            baselines=compiled(device, ops.gate_scorer, queries, keys, *rest),
+        )
+
+    def work(dtype: torch.dtype) -> Work:
+        read = shape.slots * (1 + shape.G) * 16 * dtype.itemsize
+        return Work(read + 4 * shape.slots, 2 * shape.slots * shape.G * 17 * 16, shape.slots * shape.G * 17)
+
+    return Case("gate_scorer", f"16 sinks, {shape}", prepare, work, 1.5)
+
+
 # ---- eviction
 
 
@@ -283,7 +353,7 @@ def compaction(shape: Shape, kept: float) -> Case:
 
         def want() -> Tensor:
             with ops.use("reference"):
-                ops.compact(*twin, held.table, held.lengths, keep)
+                ops.compact(twin[0], twin[1], twin[2], twin[3], held.table, held.lengths, keep)
             return twin[0]
 
         return Prepared(
@@ -344,7 +414,7 @@ def page_bounds(shape: Shape) -> Case:
         return Prepared(
             run=lambda: ops.page_bound(queries, low, high, held.table),
             want=lambda: plainly(ops.page_bound, queries, low, high, held.table),
-            baselines={},
+            baselines=compiled(device, ops.page_bound, queries, low, high, held.table),
         )
 
     def work(dtype: torch.dtype) -> Work:

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -83,6 +83,8 @@ class Line:
     baseline   the fastest of what else computes it, "" where nothing does
     error      relative to float32, in the norm
     predicted  seconds, by the ceilings of this run and the case's slack
+    spread     quartiles of the seconds
+    failed     baselines that could not run here, and why
     """
 
     op: str
@@ -96,14 +98,16 @@ class Line:
     flops: int
     error: float
     predicted: float
-    spread: tuple[float, float] = field(default=(math.nan, math.nan))  # quartiles
+    spread: tuple[float, float]
+    failed: dict[str, str]
 
 
 def measure(case: Case, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> Line:
     """One case: error first, then time, ours and the baselines' in turns."""
     ready, work = case.prepare(device, dtype), case.work(dtype)
     error = relative_error(ready.run(), ready.want())
-    times = timed({"": ready.run, **ready.baselines}, device)
+    failed = {name: why for name, run in ready.baselines.items() if (why := complaint(run))}
+    times = timed({"": ready.run, **{name: run for name, run in ready.baselines.items() if name not in failed}}, device)
     mine, others = times.pop(""), {name: statistics.median(found) for name, found in times.items()}
     best = min(others, key=lambda name: others[name]) if others else ""
     quartiles = statistics.quantiles(mine, n=4)
@@ -120,7 +124,17 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype, ceilings: Ceil
         error=error,
         predicted=ceilings.floor(work) * case.slack,
         spread=(quartiles[0], quartiles[-1]),
+        failed=failed,
     )
+
+
+def complaint(run: Callable[[], object]) -> str:
+    """What keeps a baseline, which is not ours, from running on this machine; "" where nothing does."""
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return ""
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
