@@ -35,10 +35,16 @@ def select(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
     count      [...] int64, 0 and less chooses nothing
     returns    [..., L] bool
     """
-    order = ranking_keys(scores, positions).argsort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
-    chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, rank < count[..., None])
-    return chosen & (scores > float("-inf"))
+    keys, L = ranking_keys(scores, positions), scores.shape[-1]
+    most = min(L, int(count.max())) if count.numel() else 0
+    if most <= 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    best = keys.topk(most, -1).values
+    last = best.gather(-1, (count.clamp(1, most) - 1)[..., None])  # the key of the last to be chosen
+    above, equal = keys > last, keys == last
+    spare = (count.clamp(0, L) - above.sum(-1))[..., None]  # [..., 1] how many of those with the last key
+    chosen = above | (equal & (equal.cumsum(-1) <= spare)) if bool((equal.sum(-1, keepdim=True) > spare).any()) else above | equal
+    return chosen & (scores > float("-inf")) & (count > 0)[..., None]
 
 
 def ranking_keys(scores: Tensor, positions: Tensor) -> Tensor:
@@ -398,8 +404,12 @@ def page_minmax(key_pages: Tensor, position_pages: Tensor) -> tuple[Tensor, Tens
     position_pages  [N, P] -1 where empty
     returns         minimum, maximum [N, D] in the keys' type; +inf and -inf where a page holds no token
     """
-    empty = (position_pages < 0)[..., None]
-    return key_pages.masked_fill(empty, float("inf")).amin(1), key_pages.masked_fill(empty, float("-inf")).amax(1)
+    minimum, maximum, empty = key_pages.amin(1), key_pages.amax(1), position_pages < 0
+    partly = empty.any(1)  # most pages are full, and masking all of them would cost ten times as much
+    some, empty = key_pages[partly], empty[partly, :, None]
+    minimum[partly] = some.masked_fill(empty, float("inf")).amin(1)
+    maximum[partly] = some.masked_fill(empty, float("-inf")).amax(1)
+    return minimum, maximum
 
 
 def page_bound(queries: Tensor, minimum: Tensor, maximum: Tensor, table: Tensor, *, reduce: str = "max") -> Tensor:
