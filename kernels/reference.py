@@ -565,9 +565,17 @@ def attend_with_mass(
     returns  [B, Q, T, D] in the queries' type
              [B, H, L] float32 with L = pages * P, every slot that the table has room for; 0 where it is empty
     """
-    out = attend(queries, key_pages, value_pages, position_pages, table, query_positions, scale, whose, causal)
+    (B, Q, T, _), (_, H, pages), P = queries.shape, table.shape, position_pages.shape[1]
     keys, positions = paged_slots(key_pages, position_pages, table)
-    return out, column_mass(queries, keys, query_positions, positions, scale)
+    if B * Q * T * pages * P > BLOCK_ELEMENTS:
+        out = attend(queries, key_pages, value_pages, position_pages, table, query_positions, scale, whose, causal)
+        return out, column_mass(queries, keys, query_positions, positions, scale)
+    grouped = queries.unflatten(1, (H, -1)).flatten(2, 3).float() * scale  # [B, H, G * T, D]
+    unseen = (positions < 0)[:, :, None] | (positions[:, :, None] > query_positions.repeat(1, Q // H)[:, None, :, None])
+    logits = (grouped @ keys.float().mT).masked_fill_(unseen, float("-inf"))
+    weights = logits.softmax(-1).masked_fill_(unseen.all(-1, keepdim=True), 0)
+    values = value_pages[table.clamp(min=0).long()].flatten(2, 3).float().masked_fill_((positions < 0)[..., None], 0)
+    return (weights @ values).unflatten(2, (-1, T)).flatten(1, 2).to(queries.dtype), weights.sum(2)
 
 
 def paged_slots(key_pages: Tensor, position_pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
