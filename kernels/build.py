@@ -77,10 +77,10 @@ class Build:
 
 @dataclass(frozen=True)
 class Bound:
-    """Clocks of one processor of an H200 for one pass through a hot loop, by what they are spent on; the largest is the bound.
+    """Clocks that one processor of an H200 spends on one pass through a hot loop, by what they go to; the largest is the bound.
 
     instructions  of the loop
-    iterations    of the kernel's own loop that one pass does, where the compiler has unrolled it
+    iterations    of the kernel's own loop that one pass does: 1, but where the compiler has unrolled all of it
     """
 
     instructions: int
@@ -219,17 +219,18 @@ def hot_loop(build: Build, entry: Entry) -> Bound:
     """The static bound of an entry's innermost loop on an H200, by its machine code and the work that the entry declares.
 
     Of several loops the one with the most matrix instructions counts, and of those the shortest: where a kernel has one loop for masked
-    tiles and one for whole ones, most tiles are whole.  Without matrix instructions it is the longest.
+    tiles and one for whole ones, most tiles are whole.  Without matrix instructions it is the longest.  Where the compiler has left no
+    loop, all of the code is one pass, and its matrix instructions say of how many iterations.
     """
     assert entry.loop is not None, f"{entry.name} declares no loop"
-    loops = innermost_loops(build.instructions)
+    work, warps = entry.loop, entry.tile.warps
+    loops, iterations = innermost_loops(build.instructions), 1
     if not loops:
-        raise ValueError(f"{entry.name}: no loop in its machine code")
+        loops = [tuple(code for code in build.instructions if not code.endswith(":"))]
+        iterations = max(1, round(operations(loops[0], warps) / work.flops)) if work.flops else 1
     matrix = {loop: sum(bool(MATRIX_INSTRUCTION.match(code)) for code in loop) for loop in loops}
     most = max(matrix.values())
     loop = min((loop for loop in loops if matrix[loop] == most), key=len) if most else max(loops, key=len)
-    work, warps = entry.loop, entry.tile.warps
-    iterations = max(1, round(operations(loop, warps) / work.flops)) if work.flops else 1
     rate = MATRIX_RATE / (2 if any("TF32" in code for code in loop) else 1)
     return Bound(
         instructions=len(loop),

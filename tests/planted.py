@@ -78,3 +78,68 @@ def float_atomic(KEYS, TOTAL, BLOCK_L: tl.constexpr):
     """A sum whose last bits are those of the order of programs."""
     at = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     tl.atomic_add(TOTAL, tl.sum(tl.load(KEYS + at), 0))
+
+
+# ---- int32 offsets on KEYS that wrap around, by where they come from
+
+
+@triton.jit
+def narrow_tile(KEYS, OUT, table, stride, length, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Row times D, the row from a program id."""
+    at = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    tl.store(OUT + at, tl.load(KEYS + at * D, mask=at < length, other=0.0), mask=at < length)
+
+
+@triton.jit
+def narrow_stride(KEYS, OUT, table, stride, length, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Row times a run-time stride."""
+    at = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    tl.store(OUT + at, tl.load(KEYS + at * stride, mask=at < length, other=0.0), mask=at < length)
+
+
+@triton.jit
+def narrow_page(KEYS, OUT, table, stride, length, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Page from memory times slots of a page."""
+    at = tl.arange(0, BLOCK_L)
+    page = tl.load(table + tl.program_id(0))
+    tl.store(OUT + at, tl.load(KEYS + page * length + at))
+
+
+@triton.jit
+def late_cast(KEYS, OUT, table, stride, length, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Cast to int64 only after the product has wrapped."""
+    at = tl.arange(0, BLOCK_L)
+    page = tl.load(table + tl.program_id(0))
+    tl.store(OUT + at, tl.load(KEYS + (page * D).to(tl.int64) + at))
+
+
+@triton.jit
+def narrow_step(KEYS, OUT, table, stride, length, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """A pointer that a loop carries moves by an int32 product."""
+    at = tl.arange(0, BLOCK_L)
+    total = tl.zeros([BLOCK_L], tl.float32)
+    for i in range(length):
+        total += tl.load(KEYS + at)
+        KEYS += i * stride
+    tl.store(OUT + at, total)
+
+
+# ---- and right ones beside them
+
+
+@triton.jit
+def wide_tile(KEYS, OUT, stride, length, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Row times D and times an int64 stride, in int64; the tile itself in int32."""
+    at = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    keys = tl.load(KEYS + at.to(tl.int64) * D + at * stride, mask=at < length, other=0.0)
+    tl.store(OUT + at, keys, mask=at < length)
+
+
+@triton.jit
+def held_split(KEYS, OUT, stride, length, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Slots of a split, counted by a loop that ends at `length`."""
+    at = tl.arange(0, BLOCK_L)
+    total = tl.zeros([BLOCK_L], tl.float32)
+    for first in range(tl.program_id(1) * length, tl.minimum(tl.program_id(1) * length + length, length), BLOCK_L):
+        total += tl.load(KEYS + (first.to(tl.int64) + at) * D)
+    tl.store(OUT + at, total)

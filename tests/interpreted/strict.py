@@ -255,7 +255,9 @@ class Run:
         inside = view.holds(addresses, size)
         outside = addresses.size - int(np.count_nonzero(inside))
         if outside and self.bounds:
-            raise OutOfBounds(f"{self.kernel}, program {self.index}: {NOW[kind]} {outside} of {addresses.size} elements outside {view.name}")
+            raise OutOfBounds(
+                f"{self.kernel}, program {self.index}: {NOW[kind]} {outside} of {addresses.size} elements outside {view.name}"
+            )
         return inside
 
     def refuse_races(self, view: View, at: np.ndarray, kind: Kind) -> None:
@@ -420,7 +422,11 @@ def launch_changes(run: Run) -> list[Change]:
     def in_order(self, *_):
         set_grid_idx(self, *run.next_program())
 
-    return [(GridExecutor, "__call__", launch), (InterpreterBuilder, "set_grid_dim", placed), (InterpreterBuilder, "set_grid_idx", in_order)]
+    return [
+        (GridExecutor, "__call__", launch),
+        (InterpreterBuilder, "set_grid_dim", placed),
+        (InterpreterBuilder, "set_grid_idx", in_order),
+    ]
 
 
 @contextmanager
