@@ -249,7 +249,7 @@ def select(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
     keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     if not keep.numel():
         return keep
-    count = count.expand(scores.shape[:-1]).reshape(-1).long()
+    count = count.expand(scores.shape[:-1]).reshape(-1).long().contiguous()  # a view of one number else
     scores, positions = as_rows(scores), as_rows(positions.expand(scores.shape))
     rows, L = scores.shape
     flags, strides, arch = keep.view(torch.int8), (scores.stride(0), positions.stride(0)), arch_of(scores)

@@ -120,3 +120,11 @@ def test_evict_slot_of_heads_without_slots_is_minus_one():
     with ops.use("triton"), strict():
         nothing = torch.zeros(1, 2, 0)
         assert ops.evict_slot(nothing, nothing.int(), nothing.bool()).tolist() == [[-1, -1]]
+
+
+def test_a_count_that_all_rows_share_without_a_copy_is_read_for_each():
+    scores, positions = torch.randn(1, 3, 45), torch.arange(45, dtype=torch.int32).expand(1, 3, 45)
+    count = torch.tensor([4])[:, None].expand(1, 3)
+    with strict(), ops.use("triton"):
+        got = ops.select(scores, positions, count)
+    assert torch.equal(got, reference.select(scores, positions, count))
