@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from learnkv import ops
 from learnkv.gates.base import Batch, Gate
 from learnkv.gates.ranking import LOSSES, OVER_ALL_HEADS, UTILITY_FLOOR, Items, unprotected
 from learnkv.models import BaseModel
@@ -144,10 +146,19 @@ class KVP(Gate):
         B, H, L = obs.positions.shape
         assert obs.rope_offset is not None
         read = self.as_read(obs.keys, obs.positions + obs.rope_offset[:, None, None])
-        keys, values, positions = (rows(x)[None] for x in (read, obs.values, obs.positions))
-        features = Features(keys, values, positions, obs.num_seen.repeat_interleave(L))
-        scores = self(features, slice(obs.layer, obs.layer + 1))[0].view(H, B, L).transpose(0, 1)
+        inputs = [{"keys": read, "values": obs.values}[name] for name in self.config.inputs]
+        layer = slice(obs.layer, obs.layer + 1)
+        features = self.position(rows(obs.positions)[None], obs.num_seen.repeat_interleave(L), layer)
+        features = features.view(H, B, L, self.position.width).transpose(0, 1)
+        scores = ops.mlp_scorer(inputs, features, *self.weights(layer))
         return self.pooled(scores, obs.positions)
+
+    def weights(self, layer: slice) -> tuple[list[ops.BranchWeights], list[ops.TrunkWeights], Tensor, Tensor, Tensor]:
+        """One layer's part of the network as `ops.mlp_scorer` takes it, which does what `forward` does."""
+        branches = [branch.weights(layer) for branch in cast(list[Branch], self.branches)]
+        trunk = [each.weights(layer) for each in cast(list[TrunkLayer], self.trunk)]
+        head = self.head.heads.of(self.head.weight, layer)[0, :, :, 0]
+        return branches, trunk, head, self.scale[layer][0], self.shift[layer][0]
 
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
@@ -386,6 +397,12 @@ class Branch(nn.Module):
         x = self.linear((x.float() - self.mean[layers]) / self.deviation[layers], layers)
         return F.layer_norm(x, x.shape[-1:])
 
+    def weights(self, layer: slice) -> ops.BranchWeights:
+        linear, of = self.linear, self.linear.heads.of
+        assert linear.bias is not None
+        mean, deviation = self.mean[layer][0, :, 0], self.deviation[layer][0, :, 0]
+        return ops.BranchWeights(mean, deviation, of(linear.weight, layer)[0], of(linear.bias, layer)[0, :, 0])
+
     def standardise(self, x: Tensor) -> None:
         """Takes mean and deviation per head from x [layers, H, n, D]."""
         self.mean.copy_(x.mean(2, keepdim=True))
@@ -402,6 +419,11 @@ class TrunkLayer(nn.Module):
 
     def forward(self, x: Tensor, layers: slice) -> Tensor:
         return F.silu(self.norm(self.linear(x, layers), layers))
+
+    def weights(self, layer: slice) -> ops.TrunkWeights:
+        linear, norm, of = self.linear, self.norm, self.linear.heads.of
+        assert linear.bias is not None
+        return ops.TrunkWeights(of(linear.weight, layer)[0], *(of(w, layer)[0, :, 0] for w in (linear.bias, norm.weight, norm.bias)))
 
 
 class LogPositions(nn.Module):

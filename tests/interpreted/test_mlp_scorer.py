@@ -5,9 +5,13 @@ import torch
 from torch import Tensor
 
 from learnkv import ops
+from learnkv.gates.kvp import KVPConfig
 from learnkv.kernels import reference
 from learnkv.kernels.reference import BranchWeights, TrunkWeights
 from tests.interpreted.strict import strict
+from tests.observations import observe
+from tests.test_kvp import row_of
+from tests.training_parts import BASE, made_gate, made_trace
 
 B, H = 2, 2
 
@@ -151,3 +155,15 @@ def test_keys_beyond_2_to_the_31_elements_are_reached():
 
 def test_nothing_to_score_gives_nothing():
     assert in_triton(made(0)).shape == (B, H, 0)
+
+
+@pytest.mark.parametrize("config", [KVPConfig(), KVPConfig(shared=True, positions="table", max_positions=16)], ids=["log", "shared table"])
+def test_a_gate_serves_the_same_scores_through_either_side(config):
+    gate, trace = made_gate(config), made_trace(40)
+    everything = [list(range(40))] * BASE.num_kv_heads
+    obs = observe([row_of(trace, 1, everything)], layer=1, num_layers=BASE.num_layers)
+    want = gate.score(obs)  # also gathers its keys and values
+    with ops.use("triton"), strict(order="grid", seed=0, races=True, bounds=True):
+        got = gate.score(obs)
+    assert ops.last_used == "triton"
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
