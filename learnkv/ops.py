@@ -99,8 +99,6 @@ page_bound = door(reference.page_bound, "page_bound")
 owners = reference.owners  # bookkeeping of the reference's own
 Owners = reference.Owners
 ARCHS = entry.ARCHS
-BranchWeights = reference.BranchWeights
-TrunkWeights = reference.TrunkWeights
 
 
 def builds(arch: entry.Arch) -> Iterator[tuple[str, Build]]:

@@ -1,14 +1,21 @@
 """The benchmark says what it measured; what it measures is not timed here."""
 
+import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from learnkv import bench, config
-from learnkv.evaluation import speed
+from learnkv import bench, config, ops
+from learnkv.evaluation import kernel_speed, pipeline_speed, roofline, speed
+from learnkv.evaluation.op_cases import cases
+from learnkv.evaluation.pipeline_speed import PipelineSettings
+from learnkv.evaluation.roofline import Case, Ceilings, Prepared, Work
 from learnkv.evaluation.speed import BenchSettings
 from learnkv.evaluation.stream import CONTENDERS, StreamSettings, listed, losses, perplexities, text_of
+from learnkv.gates.kvp import KVPConfig
+from learnkv.training import TrainSettings
 from tests.recording import byte_tokenizer, tiny_model
 
 SMALL = BenchSettings(num_tokens=200, steps=1, turns=1, stream=96, chunk=16, stream_budget=40, batch=2, batch_tokens=60)
@@ -74,6 +81,12 @@ def test_a_stream_longer_than_the_texts_at_hand_is_refused():
     ("argv", "says"),
     [
         (["walking"], "walking"),
+        (["kernels", "budget_s=0"], "budget_s=0.0 are seconds"),
+        (["kernels", "dry=true", "arch=91"], "unknown arch '91'; nearest: 90"),
+        (["kernels", "device=cuda"], "no CUDA device"),
+        (["stream", "dry=true"], "dry=true foretells part=kernels"),
+        (["train", "method=kvq"], "kvp"),
+        (["record", "pipeline.traces=0"], "pipeline.traces=0"),
         (["runtime", "bench.turns=0"], "bench.turns=0 must be 1 or more"),
         (["runtime", "bench.kept=2"], "fraction of tokens kept"),
         (["runtime", "bench.token=3"], "num_tokens"),
@@ -88,3 +101,74 @@ def test_bad_input_is_one_line_and_exit_2(argv, says, capsys):
     assert config.main(bench.run, bench.BenchCommand, bench.arguments(argv)) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
+
+
+# ---- ops and pipeline
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_case_is_right_at_a_small_odd_size(dtype):
+    kernel_speed.refuse_wrong(CPU, dtype)
+
+
+def test_an_op_that_is_wrong_is_never_timed(monkeypatch):
+    wrong = Case("select", "here", lambda *at: Prepared(lambda: torch.ones(3), lambda: torch.full((3,), 2.0), {}), lambda t: Work(1), 1.0)
+    monkeypatch.setattr(kernel_speed, "cases", lambda sizes: [wrong])
+    with pytest.raises(RuntimeError, match=r"select, here: error 5\.0e-01"):
+        kernel_speed.refuse_wrong(CPU, torch.float32)
+
+
+def test_every_op_of_the_door_that_moves_or_computes_has_a_case():
+    named = {case.op for case in cases("tiny")}
+    assert named >= {"attend", "attend_with_mass", "column_mass", "select", "compact", "append_kv", "page_minmax", "page_bound"}
+    assert named >= {"mlp_scorer", "gate_scorer", "pl_logprob", "budget_reward"} and all(hasattr(ops, name) for name in named)
+
+
+def test_the_floor_is_the_slowest_of_bytes_products_and_exponentials():
+    ceilings = Ceilings(bytes=100.0, flops=1000.0, exps=10.0)
+    floors = {"memory": Work(200, 100, 1), "matrix": Work(1, 5000, 1), "exp": Work(1, 1, 30)}
+    assert {ceilings.bound(work): ceilings.floor(work) for work in floors.values()} == {"memory": 2.0, "matrix": 5.0, "exp": 3.0}
+    assert all(ceilings.bound(work) == name for name, work in floors.items())
+
+
+def test_a_baseline_that_fails_is_named_and_the_others_are_measured(monkeypatch):
+    monkeypatch.setattr(roofline, "SECONDS_A_CASE", 0.0)
+    one = lambda: torch.ones(1)  # noqa: E731
+    case = Case("op", "here", lambda *at: Prepared(one, one, {"broken": lambda: 1 / 0, "fine": one}), lambda t: Work(8, 8), 2.0)
+    line = roofline.measure(case, CPU, torch.float32, Ceilings(8.0, 8.0, 8.0))
+    assert line.baseline == "fine" and line.failed == {"broken": "ZeroDivisionError: division by zero"}
+    assert (line.floor, line.predicted, line.error) == (1.0, 2.0, 0.0)
+
+
+def test_a_run_within_a_budget_says_what_it_left_out_and_leaves_json_and_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kernel_speed, "cases", lambda sizes: list(cases("tiny")))
+    monkeypatch.setattr(roofline, "SECONDS_A_CASE", 0.0)
+    out = tmp_path / "there" / "kernels"
+    assert config.main(bench.run, bench.BenchCommand, ["part=kernels", "device=cpu", "budget_s=0.001", f"out={out}"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("not measured, the time was used up") == len(list(cases("tiny")))
+    assert config.main(bench.run, bench.BenchCommand, ["part=kernels", "device=cpu", f"out={out}"]) == 0
+    assert "not measured" not in capsys.readouterr().out
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert len(found["lines"]) == len(list(cases("tiny"))) and not found["left_out"] and found["machine"]["torch"]
+    assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_a_dry_run_compiles_every_kernel_and_foretells_every_case(monkeypatch, capsys):
+    build = SimpleNamespace(registers=80, spill_bytes=0, shared_bytes=2048, shared_limit=4096, matrix={"HGMMA": 8}, wide_loads=3)
+    monkeypatch.setattr(ops, "builds", lambda arch: iter([("one bf16", build), ("two bf16", build)]))
+    assert config.main(bench.run, bench.BenchCommand, ["part=kernels", "dry=true"]) == 0
+    said = capsys.readouterr().out
+    assert "| one bf16 | 80 | 0 | 2 | 8 HGMMA | 3 |" in said and "compiled: 2 kernels for 90" in said
+    assert all(case.name in said for case in cases("gpu"))
+    assert "device=cuda dtype=bfloat16 budget_s=400" in said
+
+
+def test_recording_stands_beside_a_forward_and_training_beside_one_agent_at_a_time():
+    model, settings = tiny_model(), PipelineSettings(traces=2, num_tokens=300, turns=1)
+    recording = list(pipeline_speed.recording(model, byte_tokenizer(), settings))
+    assert [f.what.split(",")[0] for f in recording] == ["plain forward", "recording", "stored"]
+    training = list(pipeline_speed.training(model, byte_tokenizer(), "kvp", KVPConfig(), TrainSettings(), settings))
+    assert "all 4 heads" in training[0].what and "one agent 4 times" in training[1].what and "x all at once" in training[1].value
