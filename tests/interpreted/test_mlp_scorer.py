@@ -78,7 +78,7 @@ def test_widths_that_are_no_powers_of_two(D, W, M):
     holds(made(40, D, W, M))
 
 
-@pytest.mark.parametrize("W, M", [(256, 256), (40, 256), (200, 136)])
+@pytest.mark.parametrize("W, M", [(256, 256), (40, 256), (200, 136), (200, 40)])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_widths_beyond_the_registers_go_through_a_workspace(W, M, depth):
     holds(made(20, 16, W, M, depth=depth))
@@ -101,7 +101,7 @@ def test_three_inputs_are_refused():
 
 def test_a_gradient_is_refused_rather_than_lost():
     arguments = made(5)
-    arguments[3][0].weight.requires_grad_()
+    arguments[4].requires_grad_()
     with pytest.raises(ValueError, match="no gradient"):
         in_triton(arguments)
     with torch.no_grad():
@@ -167,3 +167,8 @@ def test_a_gate_serves_the_same_scores_through_either_side(config):
         got = gate.score(obs)
     assert ops.last_used == "triton"
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("inputs, F", [(2, 0), (1, 32), (0, 3)])
+def test_wide_trunks_read_the_same_inputs_and_features(inputs, F):
+    holds(made(20, 16, 40, 70, F, inputs=inputs, depth=3))
