@@ -114,6 +114,24 @@ def late_cast(KEYS, OUT, table, stride, length, D: tl.constexpr, BLOCK_L: tl.con
 
 
 @triton.jit
+def narrow_counter(KEYS, OUT, table, stride, length, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """A loop counts up to an int32 product."""
+    at = tl.arange(0, BLOCK_L)
+    for i in range(0, length * stride, BLOCK_L):
+        tl.store(OUT + at, tl.load(KEYS + i + at))
+
+
+@triton.jit
+def narrow_branch(KEYS, OUT, table, stride, length, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """One of two branches takes an int32 product."""
+    at = tl.arange(0, BLOCK_L)
+    first = length
+    if length > 7:
+        first = length * stride
+    tl.store(OUT + at, tl.load(KEYS + first + at))
+
+
+@triton.jit
 def narrow_step(KEYS, OUT, table, stride, length, D: tl.constexpr, BLOCK_L: tl.constexpr):
     """A pointer that a loop carries moves by an int32 product."""
     at = tl.arange(0, BLOCK_L)
