@@ -1,8 +1,10 @@
 """Attention over pages: few queries split over the slots, many by tiles of their own; log-sum-exp; the mass that each slot receives."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -16,27 +18,29 @@ LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
 PER_LN2 = tl.constexpr(1.4426950408889634)
 
-FEW_ROWS = 64  # (group, query) rows of a head that one tile holds: so many are split over the slots
 SPLIT_SLOTS = 256  # at least so many slots to a split: its partial result is then about 1.6 % of what it reads
 SPLIT_PROGRAMS = 512  # about 4 to each multiprocessor of an H100
 MAX_SPLITS = 64
-FEW_LOGITS = 1 << 24  # 64 MiB of them are kept; for more the mass is found from the keys and the log-sum-exp
+LOGIT_BYTES = 1 << 26  # of logits that are kept for the mass, or a quarter of the pages' if that is more
 
 
 @triton.jit
 def slot_rows(table, first, pages, P, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where the slots first .. first + BLOCK_N - 1 of a head lie among the rows of all pages: [BLOCK_N] int64, below 0 where it has none.
 
-    PAGE is P where a block is a number of whole pages, so that each is looked up once; else 0.
+    PAGE is P, or 0 where all heads have but one page.
     """
-    if PAGE:
-        column = first // PAGE + tl.arange(0, BLOCK_N // PAGE)
-        page = tl.load(table + column, mask=column < pages, other=-1)  # [BLOCK_N // PAGE]
-        row = page.to(tl.int64)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]  # [BLOCK_N // PAGE, PAGE]
-        return tl.reshape(row, [BLOCK_N])
     slot = first + tl.arange(0, BLOCK_N)
-    page = tl.load(table + slot // P, mask=slot // P < pages, other=-1)  # [BLOCK_N]
-    return page.to(tl.int64) * P + slot % P
+    if PAGE == 0:
+        page = tl.load(table).to(tl.int64)
+        return tl.where((page >= 0) & (slot < P), page * P + slot, -1)
+    elif BLOCK_N % PAGE == 0:  # each page is looked up once
+        column = first // PAGE + tl.arange(0, BLOCK_N // PAGE)
+        page = tl.load(table + column, mask=column < pages, other=-1).to(tl.int64)  # [BLOCK_N // PAGE]
+        return tl.reshape(page[:, None] * PAGE + tl.arange(0, PAGE)[None, :], [BLOCK_N])
+    else:
+        page = tl.load(table + slot // PAGE, mask=slot // PAGE < pages, other=-1).to(tl.int64)  # [BLOCK_N]
+        return page * PAGE + slot % PAGE
 
 
 @triton.jit
@@ -125,9 +129,7 @@ def decode_split(
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def decode_combine(
-    partial, partial_lse, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def decode_combine(partial, partial_lse, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
     """Grid (rows, B * H): one row's splits weighed by their log-sum-exp; in natural units from here on."""
     r = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -249,9 +251,7 @@ def prefill(
 
 
 @triton.jit(do_not_specialize=["rows", "pages", "P"])
-def mass_from_logits(
-    logits, lse, table, mass, rows, pages, P, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr
-):
+def mass_from_logits(logits, lse, table, mass, rows, pages, P, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):
     """Grid (blocks of slots, B * H): kept logits, in base 2, and the log-sum-exp of their rows -> the mass of each slot."""
     head = tl.program_id(1).to(tl.int64)
     capacity = pages * (PAGE if PAGE else P)
@@ -271,21 +271,34 @@ def mass_from_logits(
 
 @triton.jit
 def mass_step(
-    acc, key, position, queries, lse, limits, start, T, scale, D: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+    acc,
+    key,
+    position,
+    queries,
+    lse,
+    limits,
+    start,
+    rows,
+    T,
+    scale,
+    D: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Weights [BLOCK_M, BLOCK_N] that the queries from `start` on give these keys, added to `acc`; without MASKED each sees all."""
-    t = start + tl.arange(0, BLOCK_M)
+    r = start + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    query = tl.load(queries + t[:, None].to(tl.int64) * D + d[None, :], mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
-    norm = tl.load(lse + t, mask=t < T, other=float("inf")) * PER_LN2  # [BLOCK_M]
+    query = tl.load(queries + r[:, None].to(tl.int64) * D + d[None, :], mask=(r < rows)[:, None] & (d < D)[None, :], other=0.0)
+    norm = tl.load(lse + r, mask=r < rows, other=float("inf")) * PER_LN2  # [BLOCK_M]
     logit = tl.dot(query, key, input_precision="tf32") * scale  # [BLOCK_M, BLOCK_N]
     if MASKED:
-        limit = tl.load(limits + t, mask=t < T, other=-1).to(tl.int32)
+        limit = tl.load(limits + r % T, mask=r < rows, other=-1).to(tl.int32)
         return acc + tl.where(position[None, :] <= limit[:, None], tl.exp2(logit - norm[:, None]), 0.0)
     return acc + tl.exp2(logit - norm[:, None])
 
 
-@triton.jit(do_not_specialize=["H", "G", "T", "pages", "P"])
+@triton.jit(do_not_specialize=["H", "T", "parts", "rows", "pages", "P"])
 def slot_mass(
     queries,
     key_pages,
@@ -296,8 +309,9 @@ def slot_mass(
     mass,
     scale,
     H,
-    G,
     T,
+    parts,
+    rows,
     pages,
     P,
     D: tl.constexpr,
@@ -307,43 +321,51 @@ def slot_mass(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Grid (blocks of slots, B * H): each block's keys stay, and all queries that may see one of them pass by."""
+    """Grid (blocks of slots, B * H): each block's keys stay, and all queries that may see one of them pass by.
+
+    A head's rows (g, t) are `parts` of `rows` each: the group's, or one where T is small.
+    """
     head = tl.program_id(1).to(tl.int64)
     capacity = pages * (PAGE if PAGE else P)
     first = tl.program_id(0) * BLOCK_N
     slot = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     limits = query_positions + head // H * T
-    row = slot_rows(table + head * pages, first, pages, P, PAGE, BLOCK_N)  # [BLOCK_N]
-    position = tl.load(position_pages + row, mask=row >= 0, other=-1)
+    place = slot_rows(table + head * pages, first, pages, P, PAGE, BLOCK_N)  # [BLOCK_N]
+    position = tl.load(position_pages + place, mask=place >= 0, other=-1)
     used = position >= 0
-    key = tl.load(key_pages + row[None, :] * D + d[:, None], mask=(row >= 0)[None, :] & (d < D)[:, None], other=0.0)
+    key = tl.load(key_pages + place[None, :] * D + d[:, None], mask=(place >= 0)[None, :] & (d < D)[:, None], other=0.0)
     last = tl.max(position, 0)
     early = tl.min(tl.where(used, position, 0x7FFFFFFF), 0)
-    begin = T  # the first query that sees one of these slots
-    bound = T * 0  # after the last one that sees not all of them
-    for start in range(0, T, BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
-        limit = tl.load(limits + t, mask=t < T, other=-1).to(tl.int32)  # [BLOCK_T]
-        begin = tl.minimum(begin, tl.min(tl.where(limit >= early, t, T), 0))
-        bound = tl.maximum(bound, tl.max(tl.where((limit < last) & (t < T), t + 1, 0), 0))
-    begin = tl.where(begin < T, begin // BLOCK_M * BLOCK_M, T)
+    begin = rows  # the first row that sees one of these slots
+    bound = rows * 0  # after the last one that sees not all of them
+    for start in range(0, rows, BLOCK_T):
+        r = start + tl.arange(0, BLOCK_T)
+        limit = tl.load(limits + r % T, mask=r < rows, other=-1).to(tl.int32)  # [BLOCK_T]
+        begin = tl.minimum(begin, tl.min(tl.where(limit >= early, r, rows), 0))
+        bound = tl.maximum(bound, tl.max(tl.where((limit < last) & (r < rows), r + 1, 0), 0))
+    begin = tl.where(begin < rows, begin // BLOCK_M * BLOCK_M, rows)
     bound = tl.maximum(begin, tl.cdiv(bound, BLOCK_M) * BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for g in range(0, G):
-        first_row = (head * G + g) * T
-        for start in range(begin, tl.minimum(bound, T), BLOCK_M):
-            acc = mass_step(acc, key, position, queries + first_row * D, lse + first_row, limits, start, T, scale, D, True, BLOCK_M, BLOCK_D)
-        for start in range(bound, T, BLOCK_M):
-            acc = mass_step(acc, key, position, queries + first_row * D, lse + first_row, limits, start, T, scale, D, False, BLOCK_M, BLOCK_D)
+    for part in range(0, parts):
+        row = (head * parts + part) * rows
+        for start in range(begin, tl.minimum(bound, rows), BLOCK_M):
+            acc = mass_step(acc, key, position, queries + row * D, lse + row, limits, start, rows, T, scale, D, True, BLOCK_M, BLOCK_D)
+        for start in range(bound, rows, BLOCK_M):
+            acc = mass_step(acc, key, position, queries + row * D, lse + row, limits, start, rows, T, scale, D, False, BLOCK_M, BLOCK_D)
     tl.store(mass + head * capacity + slot, tl.where(used, tl.sum(acc, 0), 0.0), mask=slot < capacity)
 
 
+def key_bytes(D: int, itemsize: int) -> int:
+    """Bytes of one key in a tile, by which the tiles are chosen."""
+    return padded_head(D) * itemsize
+
+
 def split_tile(arch: Arch, D: int, rows: int, itemsize: int) -> Tile:
-    """decode_split: a tile holds all rows of a head, 16 at least, and so many slots that three stages of them fit."""
-    wide = padded_head(D) * itemsize  # bytes of a slot's key
-    block_n = 64 if wide <= 256 else 32
-    return Tile({"BLOCK_M": max(16, triton.next_power_of_2(rows)), "BLOCK_N": block_n, "BLOCK_D": padded_head(D), "BLOCK_P": 128}, 4, 3)
+    """decode_split: a tile holds all rows of a head, 16 at least."""
+    block_m, wide = max(16, triton.next_power_of_2(rows)), key_bytes(D, itemsize)
+    block_n = 64 if wide <= 256 and block_m < 64 else 32 if wide <= 512 else 16
+    return Tile({"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": padded_head(D), "BLOCK_P": 128}, 4, 3)
 
 
 def combine_tile(D: int, splits: int) -> Tile:
@@ -352,10 +374,15 @@ def combine_tile(D: int, splits: int) -> Tile:
 
 
 def prefill_tile(arch: Arch, D: int, itemsize: int) -> Tile:
-    """prefill."""
-    wide = padded_head(D) * itemsize
-    block_m, block_n, warps = (128, 64, 8) if wide <= 256 else (64, 32, 4)
-    return Tile({"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": padded_head(D), "BLOCK_L": 1024}, warps, 2)
+    """prefill: where matrix products read shared memory (sm_90, sm_100) a program has registers for twice the rows."""
+    wide = key_bytes(D, itemsize)
+    if wide > 512:
+        block_m, block_n = 32, 16
+    elif arch in (90, 100):
+        block_m, block_n = 128, 128 if wide <= 128 else 64 if wide <= 256 else 32
+    else:
+        block_m, block_n = 64, 64 if wide <= 256 else 32 if itemsize < 4 else 16
+    return Tile({"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": padded_head(D), "BLOCK_L": 1024}, 8, 2)
 
 
 def logit_tile(rows: int) -> Tile:
@@ -365,8 +392,11 @@ def logit_tile(rows: int) -> Tile:
 
 def mass_tile(arch: Arch, D: int, itemsize: int) -> Tile:
     """slot_mass."""
-    wide = padded_head(D) * itemsize
-    block_m, block_n, warps = (64, 128, 8) if wide <= 256 else (32, 64, 4)
+    wide = key_bytes(D, itemsize)
+    if wide > 256:
+        block_m, block_n, warps = 32, 64 if wide <= 512 else 32, 4
+    else:
+        block_m, block_n, warps = 32 if arch in (80, 89) else 64, 128, 8
     return Tile({"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": padded_head(D), "BLOCK_T": 1024}, warps, 2)
 
 
@@ -397,7 +427,7 @@ def attend_with_lse(
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`attend` with the log-sum-exp [B, Q, T]: by splits where a tile holds a head's rows, else by tiles of them."""
-    form = split_attention if few_rows(queries, table) else tiled_attention
+    form = split_attention if few_rows(queries, key_pages, table) else tiled_attention
     return form(queries, key_pages, value_pages, position_pages, table, query_positions, scale)[:2]
 
 
@@ -413,23 +443,30 @@ def attend_with_mass(
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`attend` with the mass [B, H, L]: from kept logits where they are few, else from the keys once more."""
-    (B, Q, T, _), (_, H, pages), P = queries.shape, table.shape, position_pages.shape[1]
     args = queries, key_pages, value_pages, position_pages, table, query_positions, scale
-    if few_rows(queries, table) and B * Q * T * pages * P <= FEW_LOGITS:
+    P = position_pages.shape[1]
+    logit_bytes = 4 * queries[..., 0].numel() * table.shape[2] * P
+    if few_rows(queries, key_pages, table) and logit_bytes <= max(LOGIT_BYTES, key_pages.nbytes // 2):
         out, lse, logits = split_attention(*args, spill=True)
         return out, mass_of_logits(logits, lse, table, P)
     out, lse = attend_with_lse(*args)
     return out, mass_of_slots(queries, key_pages, position_pages, table, query_positions, lse, scale)
 
 
-def few_rows(queries: Tensor, table: Tensor) -> bool:
+def few_rows(queries: Tensor, key_pages: Tensor, table: Tensor) -> bool:
     """Whether one tile holds all rows (g, t) of a head."""
-    return queries.shape[1] // table.shape[1] * queries.shape[2] <= FEW_ROWS
+    rows = queries.shape[1] // table.shape[1] * queries.shape[2]
+    return rows <= most_rows(key_pages.shape[2], key_pages.element_size())
 
 
-def whole_pages(P: int, block: int) -> int:
-    """PAGE of a kernel: the page's size where a block of slots is a number of whole pages, else 0."""
-    return P if block >= P and block % P == 0 else 0
+def most_rows(D: int, itemsize: int) -> int:
+    """Rows of a head that `split_tile` has registers for."""
+    return 64 if key_bytes(D, itemsize) <= 256 else 32
+
+
+def page_constant(table: Tensor, P: int) -> int:
+    """PAGE of a kernel: a size that is compiled in, but for dense tensors, whose page may have any length."""
+    return 0 if table.shape[2] == 1 else P
 
 
 def num_splits(heads: int, capacity: int) -> int:
@@ -448,7 +485,7 @@ def split_attention(
     *,
     spill: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention [B, Q, T, D], log-sum-exp [B, Q, T] and, with `spill`, logits [B, Q, T, L] float32 in base 2, undefined past a head's pages."""
+    """Attention [B, Q, T, D], log-sum-exp [B, Q, T] and, with `spill`, logits [B, Q, T, L] in base 2, undefined past a head's pages."""
     queries, key_pages, value_pages, position_pages, table, query_positions = checked(
         queries, key_pages, value_pages, position_pages, table, query_positions
     )
@@ -465,7 +502,7 @@ def split_attention(
     read = queries.to(key_pages.dtype), key_pages, value_pages, position_pages, table, query_positions
     decode_split[(B * H, splits)](
         *read, partial, partial_lse, logits, scale * LOG2E, H, T, rows, pages, split_slots, P,
-        D=D, PAGE=whole_pages(P, block), SPILL=spill, **tile.blocks, **tile.options,
+        D=D, PAGE=page_constant(table, P), SPILL=spill, **tile.blocks, **tile.options,
     )  # fmt: skip
     tile = combine_tile(D, splits)
     decode_combine[(rows, B * H)](partial, partial_lse, out, lse, rows, splits, D=D, **tile.blocks, **tile.options)
@@ -492,7 +529,7 @@ def tiled_attention(
     read = queries.to(key_pages.dtype), key_pages, value_pages, position_pages, table, query_positions
     prefill[(triton.cdiv(rows, tile.blocks["BLOCK_M"]), B * H)](
         *read, out, lse, scale * LOG2E, H, T, rows, pages, P,
-        D=D, PAGE=whole_pages(P, tile.blocks["BLOCK_N"]), **tile.blocks, **tile.options,
+        D=D, PAGE=page_constant(table, P), **tile.blocks, **tile.options,
     )  # fmt: skip
     return out, lse
 
@@ -504,7 +541,9 @@ def mass_of_logits(logits: Tensor, lse: Tensor, table: Tensor, P: int) -> Tensor
     tile = logit_tile(rows)
     block = tile.blocks["BLOCK_L"]
     grid = triton.cdiv(pages * P, block), B * H
-    mass_from_logits[grid](logits, lse, table.contiguous(), mass, rows, pages, P, PAGE=whole_pages(P, block), **tile.blocks, **tile.options)
+    mass_from_logits[grid](
+        logits, lse, table.contiguous(), mass, rows, pages, P, PAGE=page_constant(table, P), **tile.blocks, **tile.options
+    )
     return mass
 
 
@@ -519,9 +558,11 @@ def mass_of_slots(
     mass = lse.new_empty(B, H, pages * P)
     tile = mass_tile(arch_of(queries), D, key_pages.element_size())
     block = tile.blocks["BLOCK_N"]
+    whole = T // tile.blocks["BLOCK_M"]  # tiles that the queries of one query head fill
+    parts = Q // H if whole > 1 else 1
     slot_mass[(triton.cdiv(pages * P, block), B * H)](
         queries.to(key_pages.dtype), key_pages, position_pages, table, query_positions, lse.contiguous(), mass, scale * LOG2E,
-        H, Q // H, T, pages, P, D=D, PAGE=whole_pages(P, block), **tile.blocks, **tile.options,
+        H, T, parts, Q // H * T // parts, pages, P, D=D, PAGE=page_constant(table, P), **tile.blocks, **tile.options,
     )  # fmt: skip
     return mass
 
@@ -540,27 +581,26 @@ def checked(
 
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-COUNTS = {name: "i32" for name in ("H", "G", "T", "rows", "pages", "split_slots", "splits", "P")}
+COUNTS = {name: "i32" for name in ("H", "T", "parts", "rows", "pages", "split_slots", "splits", "P")}
 INDEXES = {"position_pages": "*i32", "table": "*i32", "query_positions": "*i64"}
 RESULTS = {name: "*fp32" for name in ("partial", "partial_lse", "logits", "lse", "mass")}
 
 
 def entries(arch: Arch) -> list[Entry]:
     """Pages of 16 slots, heads of every size, and dense tensors, which are one page per head."""
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    bf16, fp32 = torch.bfloat16, torch.float32
+    sizes = [(bf16, D) for D in (64, 80, 128, 256)] + [(fp32, 128), (fp32, 256)]
+    many = [(bf16, 128), (fp32, 256)]
     return [
-        *(split_entry(arch, bf16, D, 4) for D in (64, 80, 128, 256)),
-        *(split_entry(arch, dtype, 128, 4) for dtype in (fp16, fp32)),
+        *(split_entry(arch, dtype, D, 4) for dtype, D in sizes),
         split_entry(arch, bf16, 128, 4, spill=True),
-        split_entry(arch, bf16, 128, 64, spill=True),
+        *(split_entry(arch, dtype, D, most_rows(D, dtype.itemsize), spill=True) for dtype, D in many),
         split_entry(arch, bf16, 128, 4, page=0),
-        *(combine_entry(D, splits) for D, splits in ((64, 1), (128, 16), (128, 64), (256, 64))),
-        *(prefill_entry(arch, bf16, D) for D in (64, 80, 128, 256)),
-        *(prefill_entry(arch, dtype, 128) for dtype in (fp16, fp32)),
+        *(combine_entry(D, splits) for D, splits in ((64, 1), (128, 16), (256, 64))),
+        *(prefill_entry(arch, dtype, D) for dtype, D in sizes),
         prefill_entry(arch, bf16, 128, page=0),
-        *(logit_entry(rows, page) for rows, page in ((1, 16), (7, 16), (64, 16), (4, 0))),
-        *(mass_entry(arch, bf16, D) for D in (64, 80, 128, 256)),
-        mass_entry(arch, fp32, 128),
+        *(logit_entry(rows, page) for rows, page in ((1, 16), (64, 16), (4, 0))),
+        *(mass_entry(arch, dtype, D) for dtype, D in sizes),
         mass_entry(arch, bf16, 128, page=0),
     ]
 
@@ -569,10 +609,10 @@ def label(dtype: torch.dtype, D: int, rest: str = "", page: int = 16) -> str:
     return f"{SHORT[dtype]} D={D}{rest}{'' if page else ' dense'}"
 
 
-def types_of(kernel: Callable, dtype: torch.dtype, constants: dict[str, object], tile: Tile) -> dict[str, str]:
+def types_of(kernel: triton.JITFunction, dtype: torch.dtype, constants: Mapping[str, object], tile: Tile) -> dict[str, str]:
     """Of a kernel's run-time arguments, by their names."""
-    given = f"*{SHORT[dtype]}"
-    known = {**COUNTS, **INDEXES, **RESULTS, **dict.fromkeys(("queries", "key_pages", "value_pages", "out"), given), "scale": "fp32"}
+    given = dict.fromkeys(("queries", "key_pages", "value_pages", "out"), f"*{SHORT[dtype]}")
+    known = {**COUNTS, **INDEXES, **RESULTS, **given, "scale": "fp32"}
     return {name: known[name] for name in kernel.arg_names if name not in constants and name not in tile.blocks}
 
 
