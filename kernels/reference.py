@@ -185,6 +185,7 @@ def page_rows(table: Tensor, slots: Tensor, P: int) -> Tensor:
 
 
 BLOCK_ELEMENTS = 1 << 21  # logits held at once: 8 MiB of float32, near a core's cache
+FEW_ROWS = 4  # for so few, a mask over all slots costs less than to know where none is needed
 
 
 def row_blocks(
@@ -206,14 +207,14 @@ def row_blocks(
     never = torch.iinfo(key_positions.dtype).max
     held = key_positions.masked_fill(key_positions < 0, never).flatten(0, 1)  # [B * H, L]
     plain, stop = 0, L
-    if T > 1:  # for one row the mask costs less than to know where it is not needed
+    if T > FEW_ROWS:
         before = held.amax(0).cummax(0).values  # [L], highest position up to a slot
         after = held.amin(0).flip(0).cummin(0).values.flip(0)  # [L], lowest position from a slot on
     step = max(1, BLOCK_ELEMENTS // max(1, B * Q * L))
     for start in range(0, T, step):
         rows = slice(start, min(start + step, T))
         at = query_positions[:, rows].to(key_positions.dtype)
-        if T > 1:
+        if T > FEW_ROWS:
             plain = int(torch.searchsorted(before, at.amin(), right=True))  # slots that every row sees
             stop = int(torch.searchsorted(after, at.amax(), right=True))
         logits = grouped[:, :, :, rows] @ transposed[..., :stop]
@@ -257,7 +258,7 @@ def column_mass(
     query_positions            [B, T]     causal: a query sees slots at positions up to its own; -1 where the row is padding
     key_positions              [B, H, L]  -1 where empty
     over_group, over_queries   "sum", "mean" (over the real queries) or "max"
-    lse                        [B, Q, T] float32 as `row_lse` gives it, of these keys; saves a pass over them
+    lse                        [B, Q, T] float32 as `row_lse` gives it, of these keys or of more; saves Triton a pass over them
     returns                    [B, H, L] float32, 0 on empty slots
     """
     B, T = query_positions.shape

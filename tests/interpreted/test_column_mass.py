@@ -124,11 +124,12 @@ def test_mass_with_the_lse_given_takes_it_and_leaves_the_pass_over_the_keys(T):
     assert error(reference.column_mass(*case, 0.125, lse=lse.nan_to_num(-torch.inf, neginf=-torch.inf)), want) < 1e-5
 
 
-def test_mass_is_finite_for_huge_logits():
-    queries, keys, query_positions, key_positions = make_case(1, 2, 70, 129, 8)
-    with strict(), ops.use("triton"):
-        mass = ops.column_mass(queries * 1e15, keys * 1e15, query_positions, key_positions, 1.0)
-    assert mass.isfinite().all()
+def test_mass_is_finite_for_huge_logits_and_an_lse_rounded_otherwise():
+    queries, keys, *positions = make_case(1, 2, 70, 129, 8)
+    case = queries * 1e15, keys * 1e15, *positions
+    for lse in (None, reference.row_lse(*case, 1.0) * (1 - 1e-6)):
+        with strict(), ops.use("triton"):
+            assert ops.column_mass(*case, 1.0, lse=lse).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,6 +146,15 @@ def test_lse_of_any_shape_is_as_the_reference_has_it(shape, dtype):
 
 def test_lse_does_not_depend_on_the_order_of_queries_and_slots():
     case = shuffled(make_case(1, 2, 130, 140, 8, 7))
+    with strict(), ops.use("triton"):
+        got = ops.row_lse(*case, 0.3)
+    torch.testing.assert_close(got, reference.row_lse(*case, 0.3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("L", [191, 192, 193])
+def test_lse_of_many_rows_takes_the_last_slot_and_no_later_one(L):
+    positions = torch.arange(L)[None]
+    case = torch.randn(1, 1, 130, 8), torch.randn(1, 1, L, 8), positions[:, -130:], positions[None]
     with strict(), ops.use("triton"):
         got = ops.row_lse(*case, 0.3)
     torch.testing.assert_close(got, reference.row_lse(*case, 0.3), rtol=1e-5, atol=1e-5)
