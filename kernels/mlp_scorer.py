@@ -198,9 +198,10 @@ def narrow_tile(arch: Arch, D: int, W: int, M: int, F: int, dtype: torch.dtype) 
     return Tile({"BLOCK_L": 64, "BLOCK_K": min(k, padded_head(D)), **blocks}, 4, 2)
 
 
-def branch_tile(arch: Arch, D: int, W: int) -> Tile:
-    """Of `mlp_branch`."""
-    return Tile({"BLOCK_L": 64, "BLOCK_K": min(32, padded_head(D)), "BLOCK_W": padded_head(W)}, 8, 2)
+def branch_tile(arch: Arch, D: int, W: int, dtype: torch.dtype) -> Tile:
+    """Of `mlp_branch`; float32 weights are copied ahead in 4 bytes at a time on sm_90, so they are loaded when needed."""
+    blocks = {"BLOCK_L": 64, "BLOCK_K": min(32, padded_head(D)), "BLOCK_W": padded_head(W)}
+    return Tile(blocks, 8, 1 if arch == 90 and dtype == torch.float32 else 2)
 
 
 def layer_tile(arch: Arch, M: int, F: int) -> Tile:
@@ -248,7 +249,7 @@ def mlp_scorer(
         )  # fmt: skip
     else:
         x = torch.empty(B, H, L, len(xs) * W, device=features.device, dtype=dtype)
-        t = branch_tile(arch, D, W)
+        t = branch_tile(arch, D, W, dtype)
         for i, (each, weights) in enumerate(zip(xs, branches, strict=True)):
             mlp_branch[triton.cdiv(L, t.blocks["BLOCK_L"]), B * H](
                 each, *weights, x[..., i * W :], L, *each.stride()[:3], H, x.shape[-1], D=D, W=W, **t.blocks, **t.options
@@ -291,7 +292,7 @@ def entries(arch: Arch) -> list[Entry]:
         add(mlp_narrow, f"{read} x {kind} D={D} 32/64", read, kind, "fp32", constants, t, loop)
     for kind in ("bf16", "fp32"):
         size = DTYPES[kind].itemsize
-        t = branch_tile(arch, 128, 256)
+        t = branch_tile(arch, 128, 256, DTYPES[kind])
         rows, k = t.blocks["BLOCK_L"], t.blocks["BLOCK_K"]
         loop = Loop(bytes=rows * k * 2, flops=2 * rows * k * 256)
         add(mlp_branch, f"bf16 x {kind} D=128 256", "bf16", kind, kind, {"D": 128, "W": 256}, t, loop)
