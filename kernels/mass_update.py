@@ -1,6 +1,5 @@
 """Mass remembered beside each slot: what it was, decayed, and what a step added."""
 
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
