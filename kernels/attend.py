@@ -1,6 +1,5 @@
 """Attention over pages: few queries split over the slots, many by tiles of their own; log-sum-exp; the mass that each slot receives."""
 
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,6 +1,5 @@
 """Attention that each slot receives, and the log-sum-exp of each query's logits.  A key tile stays, queries stream past it."""
 
-
 from __future__ import annotations
 
 import math

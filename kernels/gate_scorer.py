@@ -1,6 +1,5 @@
 """Fast KVzip's gate after its projections: a token's own key against learned sink keys (arXiv:2601.17668)."""
 
-
 from __future__ import annotations
 
 import torch

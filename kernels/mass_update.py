@@ -1,6 +1,5 @@
 """Mass remembered beside each slot: what it was, decayed, and what a step added."""
 
-
 from __future__ import annotations
 
 import triton

@@ -5,7 +5,6 @@ published widths one kernel for all would work a branch out twice and standardis
 the instructions.
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

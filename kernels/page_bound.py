@@ -1,6 +1,5 @@
 """Quest's upper bound of the logits of a page (arXiv:2406.10774): its least and greatest keys, and what a query can reach with them."""
 
-
 from __future__ import annotations
 
 from dataclasses import replace

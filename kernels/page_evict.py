@@ -1,6 +1,5 @@
 """Eviction by whole pages: the pages that stay close up in a second table, the ids of the others come out in a list."""
 
-
 from __future__ import annotations
 
 import torch

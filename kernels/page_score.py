@@ -1,6 +1,5 @@
 """Worth of every page from the scores of its slots."""
 
-
 from __future__ import annotations
 
 import torch

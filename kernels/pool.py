@@ -1,6 +1,5 @@
 """Pooling of scores over neighbouring slots, in one pass."""
 
-
 from __future__ import annotations
 
 import torch

@@ -1,6 +1,5 @@
 """Plackett-Luce log-probabilities and the reward over all budgets, with their gradients: what ranking losses are made of."""
 
-
 from __future__ import annotations
 
 import torch

@@ -168,7 +168,9 @@ class Pages:
         return self.first + slots if self.runs else self.table.gather(2, slots // PAGE).long() * PAGE + slots % PAGE
 
     def owners(self) -> ops.Owners | None:
-        """What `ops.owners` says of the table, asked again only after more than an append."""
+        """What `ops.owners` says of the table, asked again only after more than an append; None on CUDA, where nobody needs it."""
+        if self.table.is_cuda:
+            return None
         if self.whose is None or len(self.whose.slots) != len(self.pool.keys):
             self.whose = ops.owners(self.table, self.pool.positions)
         return self.whose

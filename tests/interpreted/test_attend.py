@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from learnkv import ops
+from learnkv.kernels import attend as kernels
 from learnkv.kernels import reference
 from tests.interpreted.strict import strict
 
