@@ -114,7 +114,9 @@ def test_dots_become_matrix_instructions(case, builds):
 
 @pytest.mark.parametrize("case", cases(hot=True))
 def test_loops_of_matrix_products_load_16_bytes_at_once(case, builds):
-    assert builds(case).wide_loads or not builds(case).matrix
+    """But for tensor-float32, whose operands have to lie one way round and are copied one by one where they lie the other."""
+    build = builds(case)
+    assert build.wide_loads or not build.matrix or any("TF32" in code for code in build.instructions)
 
 
 @pytest.mark.parametrize("case", cases([90]))
