@@ -50,7 +50,7 @@ def test_mass_equals_a_plain_sum_of_weights():
     want = torch.zeros(2, 2, 3 * P, dtype=torch.float64)
     for (b, q), logits in weights(call).items():
         want[b, q // 3] += logits.softmax(-1).nan_to_num(0).sum(0)
-    assert torch.equal(out, ops.attend(*call))
+    torch.testing.assert_close(out, ops.attend(*call))
     torch.testing.assert_close(mass.double(), want, atol=1e-5, rtol=0)
 
 
