@@ -385,7 +385,7 @@ def test_protected_tokens_survive_a_thousand_random_evictions_of_pages():
         slots = pages.slots()
         obs = Observation(0, 1, seen, new, torch.empty(0), slots, torch.empty(0), new, 1.0)
         target = Target([], policy, 0, torch.full((3,), 20), PINS, [])
-        pages.compact(policy.select([obs], [target.pinned(obs)])[0], step % 7)
+        pages.compact(slots.as_stored(policy.select([obs], [target.pinned(obs)])[0]), step % 7)
         for row, heads in enumerate(pages.slots().positions.tolist()):
             assert all(protected(row, int(seen[row])) <= set(head) for head in heads)
         assert (pages.lengths.sum(1) <= 2 * seen.clamp(max=20)).all()
