@@ -98,6 +98,7 @@ page_minmax = door(reference.page_minmax, "page_bound")
 page_bound = door(reference.page_bound, "page_bound")
 owners = reference.owners  # bookkeeping of the reference's own
 Owners = reference.Owners
+page_rows = reference.page_rows
 ARCHS = entry.ARCHS
 
 

@@ -292,7 +292,7 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
     if step.frequencies is not None and not starts:
         out = attend_renumbered(step, module, query, scale)
     elif "mass" in step.needs and not starts:
-        out = attend_and_weigh(step, state, query, scale)
+        out = attend_pages(step, state, query, scale)
     elif run is not None:
         visible = None if T == 1 or starts else lower_right(T, run[0].shape[2], query.device)
         out = sdpa_attention_forward(module, query, *run, visible, scaling=scale)[0]
@@ -301,23 +301,23 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
         visible = lower_right(T, T, query.device) & real[:, None, None]
         out = sdpa_attention_forward(module, query, key, value, visible, scaling=scale)[0]
     else:
-        slots = state.held.slots()
-        positions = step.positions.to(query.device)
-        pages = slots.key_pages, slots.value_pages, slots.position_pages, slots.table
-        with as_typed(query.device):
-            out = ops.attend(query, *pages, positions, scale, state.held.owners(), causal=T > 1 or step.padded).transpose(1, 2)
+        out = attend_pages(step, state, query, scale)
     with torch.no_grad(), as_typed(query.device):
         step.observe(state, query, scale)
     return out
 
 
-def attend_and_weigh(step: Step, state: LayerState, query: Tensor, scale: float) -> Tensor:
-    """[B, T, Q, D] over the pages; the step then knows the attention that each slot received."""
+def attend_pages(step: Step, state: LayerState, query: Tensor, scale: float) -> Tensor:
+    """[B, T, Q, D] over the pages; where a scorer reads it, the step then knows the attention that each slot received."""
     slots, positions = state.held.slots(), step.positions.to(query.device)
     pages = slots.key_pages, slots.value_pages, slots.position_pages, slots.table
+    whose, causal = state.held.owners(), query.shape[2] > 1 or step.padded
     with as_typed(query.device):
-        out, mass = ops.attend_with_mass(query, *pages, positions, scale, state.held.owners())
-        step.mass = slots.in_order(mass[..., : slots.max_length].detach())
+        if "mass" in step.needs:
+            out, mass = ops.attend_with_mass(query, *pages, positions, scale, whose, causal)
+            step.mass = slots.in_order(mass[..., : slots.max_length].detach())
+        else:
+            out = ops.attend(query, *pages, positions, scale, whose, causal)
     return out.transpose(1, 2)
 
 

@@ -165,7 +165,7 @@ class Pages:
 
     def places(self, slots: Tensor) -> Tensor:
         """slots [B, H, S] -> [B, H, S] int64 rows of the flattened pages; meaningless past a head's last page."""
-        return self.first + slots if self.runs else self.table.gather(2, slots // PAGE).long() * PAGE + slots % PAGE
+        return self.first + slots if self.runs else ops.page_rows(self.table, slots, PAGE)
 
     def owners(self) -> ops.Owners | None:
         """What `ops.owners` says of the table, asked again only after more than an append; None on CUDA, where nobody needs it."""
