@@ -10,11 +10,21 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from learnkv import assets
@@ -85,6 +95,28 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTraine
         raise ValueError(f"the weights of model {name} in {source} are damaged ({error}); delete that folder and run again") from error
     model.config.name_or_path = name  # the cache folder's path means nothing on another machine
     return model.eval().requires_grad_(False), tokenizer
+
+
+def random_llama(
+    layers: int, kv_heads: int, group: int, head_dim: int, *, positions: int, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A Llama of random weights on its device, to be timed: `group` query heads to each KV head, proportions of the 8 B model."""
+    hidden = kv_heads * group * head_dim
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=7 * hidden // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=kv_heads * group,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        dtype=dtype,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config)
+    return model.to(dtype).eval().requires_grad_(False)
 
 
 def load_config(name: str, source: str | Path) -> PretrainedConfig:
