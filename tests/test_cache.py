@@ -593,6 +593,19 @@ def test_caches_of_one_prefill_answer_together_as_each_alone(model):
     assert {cache.get_seq_length() for cache in caches} == {40}
 
 
+def test_caches_together_can_be_reordered_and_repeated(model):
+    with attach(model):
+        caches = prefill_many(model, prompt(40), [policy(), policy(KeyNorm(), 17)])
+        swapped, doubled = together(caches, model), together(caches, model)
+        swapped.reorder_cache(torch.tensor([1, 0]))
+        doubled.batch_repeat_interleave(2)
+        assert swapped.lengths()[0, :, 0].tolist() == [17, 12] and doubled.lengths()[0, :, 0].tolist() == [12, 12, 17, 17]
+        question = prompt(3, seed=4)
+        alone = [model(question, cache=cache.clone()).logits[0] for cache in caches]
+        assert torch.allclose(model(question.expand(2, -1), cache=swapped).logits, torch.stack(alone[::-1]), atol=1e-5)
+        model(question.expand(4, -1), cache=doubled)
+
+
 def test_caches_that_saw_different_prompts_are_refused_together(llama):
     with attach(llama):
         caches = [prefill_many(llama, prompt(n), [None])[0] for n in (9, 11)]

@@ -21,6 +21,7 @@ from learnkv.evaluation.op_cases import cases
 from learnkv.evaluation.roofline import H200, Case, Ceilings, Line, ceilings_of, draw, measure, relative_error, span
 from learnkv.evaluation.speed import Figure
 from learnkv.evaluation.whole_model import GPU, LAPTOP, whole_model
+from learnkv.traces.format import write_atomically
 
 if TYPE_CHECKING:
     from learnkv.ops import Build
@@ -107,10 +108,8 @@ def write(result: Measured, out: Path) -> None:
     """`out`.json and `out`.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**asdict(result), "lines": [asdict(line) for line in result.lines]}, indent=1)
-    part = out.with_suffix(".json.part")
-    part.write_text(text)
-    part.replace(out.with_suffix(".json"))
-    draw(result.lines, result.ceilings, out.with_suffix(".png"))
+    write_atomically(out.with_suffix(".json"), lambda to: to.write_text(text))
+    write_atomically(out.with_suffix(".png"), lambda to: draw(result.lines, result.ceilings, to))
 
 
 def compiled(builds: Mapping[str, Build]) -> list[list[str]]:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
-from typing import Literal
+from typing import Literal, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -200,6 +200,18 @@ def refuse_arguments(decoder: PreTrainedModel, cache: EvictionCache, kwargs: dic
             f"attention_mask is {list(attention_mask.shape)}, but {columns} columns were seen with this forward's {tokens[1]} "
             f"({tokens[0]} rows); it covers evicted tokens and padding too: give [{tokens[0]}, {columns}]"
         )
+    refuse_other_past(cache, attention_mask[:, : -tokens[1]])
+
+
+def refuse_other_past(cache: EvictionCache, past: Tensor) -> None:
+    """Raises a ValueError where a mask hides what was seen, or shows what was padding: the cache holds the former and not the latter."""
+    now = past.bool().sum(-1).to(cache.num_seen.device)
+    if past.shape[1] and len(now) == len(cache.num_seen) and not torch.equal(now, cache.num_seen):
+        row = int((now != cache.num_seen).nonzero()[0])
+        raise ValueError(
+            f"attention_mask shows {int(now[row])} of the earlier tokens of row {row}, this EvictionCache saw {int(cache.num_seen[row])}; "
+            "repeat the mask of the earlier forwards, with this forward's columns after it"
+        )
 
 
 def step_shape(kwargs: dict) -> tuple[int, int]:
@@ -304,7 +316,19 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
         out = attend_pages(step, state, query, scale)
     with torch.no_grad(), as_typed(query.device):
         step.observe(state, query, scale)
-    return out
+    return NoGradient.apply(out) if out.requires_grad else out
+
+
+class NoGradient(torch.autograd.Function):
+    """What was attended to through a cache: its keys and values are stored without their history, so a gradient would be a wrong one."""
+
+    @staticmethod
+    def forward(ctx: object, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> NoReturn:
+        raise ValueError("no gradient goes through an EvictionCache; train without one, or run the model under torch.no_grad()")
 
 
 def attend_pages(step: Step, state: LayerState, query: Tensor, scale: float) -> Tensor:

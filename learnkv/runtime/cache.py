@@ -218,8 +218,9 @@ class EvictionCache(Cache):
         self.refuse_half_run()
         indices = torch.arange(len(self.num_seen))[indices.cpu()] if len(self.num_seen) else indices[:0].cpu()
         for state in self.states:
-            if state.pages is not None and state.queries is not None:
+            if state.pages is not None:
                 state.pages = state.pages.rows(indices.to(state.pages.table.device))
+            if state.queries is not None:
                 state.queries = state.queries[indices]
         for layer in self.sliding:
             layer.batch_select_indices(indices)
@@ -243,10 +244,10 @@ class EvictionCache(Cache):
         B, T = real.shape
         first = not self.get_seq_length() and not len(self.num_seen)
         seen, next_rope = (real.new_zeros(B, dtype=torch.int64) if first else x.to(real.device) for x in (self.num_seen, self.next_rope))
-        if not first and self.num_seen.is_inference() and not torch.is_inference_mode_enabled():
+        if not first and not torch.is_inference_mode_enabled() and self.is_inference():
             raise ValueError(
-                "this EvictionCache was filled inside torch.inference_mode(), and torch lets nobody write on it outside; "
-                "go on inside it, or fill the cache under torch.no_grad()"
+                "this EvictionCache, or a clone that shares its pages, was filled inside torch.inference_mode(), and torch lets nobody "
+                "write on it outside; go on inside it, or run all clones under torch.no_grad()"
             )
         if len(seen) != B:
             raise ValueError(f"this EvictionCache holds {len(seen)} rows and the forward has {B}; use a new cache, or reset() this one")
@@ -275,6 +276,11 @@ class EvictionCache(Cache):
         step.sliding_bytes = self.sliding_bytes()
         self.step = step
         return step
+
+    def is_inference(self) -> bool:
+        """Whether something of what is held was made inside torch.inference_mode()."""
+        pools = (state.pages.pool for state in self.states if state.pages is not None)
+        return self.num_seen.is_inference() or any(pool.keys.is_inference() for pool in pools)
 
     def refuse_half_run(self) -> None:
         if self.step is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -59,6 +57,11 @@ class RecordSettings:
         for name, least in (("train", 0), ("heldout", 0), ("max_new_tokens", 1), ("cuts", 0), ("shard_mib", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"record.{name}={getattr(self, name)} is below {least}; give {least} or more")
+        for name in ("kinds", "num_tokens"):
+            if not getattr(self, name):
+                raise ValueError(f"record.{name} is empty, so there is nothing to record; give one or more")
+        if self.train + self.heldout == 0:
+            raise ValueError("record.train=0 and record.heldout=0 leave nothing to record; give 1 or more of one of them")
 
     def content(self) -> dict[str, object]:
         """What decides the content of a trace, given its prompt and model: recipes that agree here share traces."""
@@ -77,10 +80,11 @@ class RecordSettings:
 
 
 def make_prompts(settings: RecordSettings, tokenizer: Tokenizer, path: str = "") -> list[Prompt]:
-    """The recipe's generated prompts, training ones first; or those of the user's file, every tenth of them held out."""
+    """The recipe's generated prompts, training ones first; or those of the user's file, every tenth context of them held out."""
     if path:
         own = prompts.load_prompts(path)
-        return [replace(prompt, split="heldout" if i % 10 == 9 else "train") for i, prompt in enumerate(own)]
+        contexts = {context: i for i, context in enumerate(dict.fromkeys(prompt.context for prompt in own))}  # equal ones stay on one side
+        return [replace(prompt, split="heldout" if contexts[prompt.context] % 10 == 9 else "train") for prompt in own]
     wanted: list[tuple[Split, int]] = [("train", settings.train), ("heldout", settings.heldout)]
     return [
         prompt
@@ -319,24 +323,12 @@ class Packer:
 def prepared(plan: Plan) -> Iterator[None]:
     """The folder with its settings, without what a killed run left half written, and closed to other recordings for the while."""
     (plan.folder / PARTS).mkdir(parents=True, exist_ok=True)
-    handle = os.open(plan.folder, os.O_RDONLY)
-    try:
-        lock(handle, plan.folder)
+    with format.alone(plan.folder, "recording into"):
         for path in [*plan.folder.glob("*.tmp"), *(plan.folder / PARTS).glob("*.tmp")]:
             path.unlink()
         if not (plan.folder / format.CONFIG).exists():
             format.write_config(plan.folder, plan.config)
         yield
-    finally:
-        os.close(handle)
-
-
-def lock(handle: int, folder: Path) -> None:
-    """Holds the folder until `handle` is closed, or the process ends, however it ends."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"another process is recording into {folder}; wait for it, or stop it: what it has recorded stays") from error
 
 
 def finish(folder: Path) -> None:
