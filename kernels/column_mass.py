@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from learnkv.kernels.entry import Arch, Entry, Loop, Tile, arch_of, padded_head
+from learnkv.kernels.reference import check_reductions
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -248,6 +249,8 @@ PROGRAMS = 264  # at least so many are wanted in flight: two for each of an H200
 
 def row_lse(queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, scale: float) -> Tensor:
     """`reference.row_lse`, the keys split among programs where there are few rows."""
+    if not queries.numel():
+        return queries.new_full(queries.shape[:3], float("-inf"), dtype=torch.float32)
     queries, keys, query_positions, key_positions = checked(queries, keys, query_positions, key_positions)
     (B, Q, T, D), (H, L) = queries.shape, keys.shape[1:3]
     tile = lse_tile(D, queries.dtype)
@@ -286,13 +289,14 @@ def column_mass(
     lse: Tensor | None = None,
 ) -> Tensor:
     """`reference.column_mass`; a program's sum over group and queries is one order of additions, whatever order programs run in."""
+    check_reductions(over_group, over_queries)
+    if not queries.numel() or not keys.numel():
+        return keys.new_zeros(keys.shape[:3], dtype=torch.float32)
     queries, keys, query_positions, key_positions = checked(queries, keys, query_positions, key_positions)
     lse = row_lse(queries, keys, query_positions, key_positions, scale) if lse is None else lse.float().contiguous()
     (B, Q, T, D), (H, L) = queries.shape, keys.shape[1:3]
     G = Q // H
     out = keys.new_empty(B, H, L, dtype=torch.float32)
-    if not out.numel():
-        return out
     tile = mass_tile(arch_of(queries), D, queries.dtype, T, G, each=(over_group == "max") != (over_queries == "max"))
     block_t, many = tile.blocks["BLOCK_T"], tile.blocks["BLOCK_T"] < T
     lowest, highest = query_spans(query_positions, block_t) if many else (query_positions, query_positions)

@@ -340,6 +340,20 @@ def test_a_cache_for_another_model_is_refused(model):
         model(prompt(20), cache=EvictionCache(POLICY, other))
 
 
+@pytest.mark.parametrize(
+    ("knobs", "sides"),
+    [({"num_key_value_heads": 1}, "3 evictable layers x 1 KV heads x 8, the model has 3 x 2 x 8"), ({"head_dim": 16}, "x 16, the model")],
+)
+def test_a_cache_of_another_geometry_is_refused_and_stays_as_it_was(model, knobs, sides):
+    other = LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 8} | knobs, **SPECIAL))
+    cache = EvictionCache(POLICY, other)
+    with attach(other):
+        other(prompt(20), cache=cache)
+    with attach(model), pytest.raises(ValueError, match=sides):
+        model(prompt(1), cache=cache)
+    assert cache.lengths().shape[0] == 3
+
+
 LATENT = SHAPE | dict(num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
 EXPERTS = dict(n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1)
 FOREIGN = {

@@ -137,6 +137,10 @@ def test_a_refused_command_loses_nothing_of_the_run_that_it_would_start_over(rec
         ("gate.width=wide", "width"),
         ("train.cut=unifrom", "cut"),
         ("train.steps=0", "train.steps=0"),
+        ("train.weight_decay=nan", "train.weight_decay=nan is no finite number"),
+        ("train.min_lr=nan", "train.min_lr=nan is no finite number"),
+        ("train.lr=inf", "train.lr=inf is no finite number"),
+        ("train.clip=inf", "train.clip=inf is no finite number"),
         ("resume=maybe", "resume"),
     ],
 )

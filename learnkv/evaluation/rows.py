@@ -13,6 +13,7 @@ from zlib import crc32
 from filelock import FileLock, Timeout
 
 from learnkv.budgets import Ratio
+from learnkv.counts import check_count
 from learnkv.typed import checked
 
 FORMAT_VERSION = 2
@@ -99,6 +100,7 @@ def budget_of(value: float) -> int | Ratio:
         return Ratio(value)
     if not (math.isfinite(value) and value >= 1 and value == int(value)):
         raise ValueError(f"budget={value:g} is neither a whole number of tokens per KV head nor a fraction between 0 and 1")
+    check_count("budget", int(value))
     return int(value)
 
 
