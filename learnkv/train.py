@@ -59,7 +59,7 @@ class TrainCommand:
     name: str = ""  # of the run's folder in `runs`; the recipe's name without one
     runs: str = "checkpoints/runs"  # folder of the runs
     resume: Literal["auto", "never"] = "auto"  # auto goes on from the run's last checkpoint, never starts over
-    table: int = 10  # held-out prompts that are answered for the last table; 0 leaves it out
+    table: int = 8  # held-out prompts that are answered for the last table, two questions of each at most; 0 leaves it out
     record: RecordSettings = field(default_factory=RecordSettings)
     gate: dict[str, Any] = field(default_factory=dict)  # the gate's knobs, see its Config
     train: TrainSettings = field(default_factory=TrainSettings)
@@ -213,7 +213,8 @@ def conclude(
     """The held-out tables, where everything lies, and what comes next."""
     gate = gate.bind(model)
     print("\n" + reward_table(gate, traces.split("heldout"), model) + "\n", flush=True)
-    prompts = [prompt for prompt in asked if prompt.split == "heldout"][: command.table]
+    heldout = [prompt for prompt in asked if prompt.split == "heldout"][: command.table]
+    prompts = [replace(prompt, questions=prompt.questions[:2]) for prompt in heldout]
     if prompts:
         kinds = Counter(prompt.kind for prompt in prompts)
         print(f"answers to {len(prompts)} held-out prompts ({', '.join(kinds)}), compressed before the question is known", flush=True)
