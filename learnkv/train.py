@@ -220,7 +220,7 @@ def conclude(
         print(f"answers to {len(prompts)} held-out prompts ({', '.join(kinds)}), compressed before the question is known", flush=True)
         print(quick_table(model, tokenizer, prompts, gate, BUDGETS) + "\n")
     print(f"gate: {folder}\ntraces: {traces.folder}\nTensorBoard: tensorboard --logdir {folder}")
-    print(f"next: python -m learnkv.generate model={command.model} gate={folder} compare=true")
+    print(f"next: python -m learnkv.generate model={command.model} method={gate.METHOD}+adaptive:{folder} compare=true")
 
 
 def reward_table(gate: Gate, heldout: TraceDataset, model: PreTrainedModel) -> str:

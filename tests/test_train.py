@@ -55,7 +55,7 @@ def test_one_command_records_trains_and_compares(recipe, capsys):
     assert load_gate(folder).knobs()["width"] == 6
     for name in ("kvp", "random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"):
         assert out.count(f"\n{name}") >= 2, name
-    assert f"next: python -m learnkv.generate model={recipe.parent / 'model'} gate={folder} compare=true" in out
+    assert f"next: python -m learnkv.generate model={recipe.parent / 'model'} method=kvp+adaptive:{folder} compare=true" in out
 
 
 def test_a_folder_that_another_run_trains_into_is_refused_and_left_alone(recipe, capsys):
