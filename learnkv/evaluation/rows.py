@@ -120,7 +120,7 @@ class RowFile:
             raise ValueError(f"{path}: another evaluate is writing here; wait for it, or give another evaluate.out") from error
         self.done = {row.key: row for row in read_rows(path)} if path.exists() else {}
         if path.exists():
-            os.truncate(path, whole_lines(path))
+            os.truncate(path, len(whole_lines(path)))
 
     def append(self, row: Row) -> None:
         data = f"{line_of(row)}\n".encode()
@@ -139,22 +139,21 @@ def line_of(row: Row) -> str:
     return json.dumps({**values, "crc": crc32(json.dumps(values).encode())})
 
 
-def whole_lines(path: Path) -> int:
-    """Bytes of a file up to and including the last newline.
+def whole_lines(path: Path) -> bytes:
+    """A file up to and including the last newline.
 
     What comes after must be the beginning of one of our lines, which a kill has torn; ValueError where it is anything else.
     """
     data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    rest = data[end:]
+    whole, newline, rest = data.rpartition(b"\n")
     if rest and not (rest.startswith(BEGIN) or BEGIN.startswith(rest)):
         raise ValueError(f"{path}: its last line, without an end, is no row of a comparison: {rest[:40]!r}; {FOREIGN}")
-    return end
+    return whole + newline
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file; a torn last line is left out, any other broken line is an error with its number."""
-    lines = path.read_bytes()[: whole_lines(path)].decode(errors="replace").splitlines()
+    lines = whole_lines(path).decode(errors="replace").splitlines()
     return [parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 

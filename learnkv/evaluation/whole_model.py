@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -62,7 +63,7 @@ def decoded(model: PreTrainedModel, caches: dict[str, EvictionCache], tokens: in
     """One line per cache."""
     token = tokens_of(model, 1, 1)
     held = {name: cache.nbytes() for name, cache in caches.items()}
-    runs = {name: (lambda cache=cache: decode(model, token, cache, whole.steps)) for name, cache in caches.items()}
+    runs = {name: partial(decode, model, token, cache, whole.steps) for name, cache in caches.items()}
     seconds = in_turns(runs, whole.turns)
     for name, taken in seconds.items():
         value = (
