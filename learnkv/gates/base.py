@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from learnkv.models import BaseModel
 from learnkv.observation import Observation, Scorer
 from learnkv.traces.format import Trace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,16 @@ class Batch:
         return torch.Generator(device or "cpu").manual_seed(int.from_bytes(key))
 
 
+@dataclass(frozen=True)
+class Held:
+    """A base model beside a gate: no part of its weights, and copies of the gate share it."""
+
+    model: PreTrainedModel
+
+    def __deepcopy__(self, memo: dict) -> Held:
+        return self
+
+
 class Gate(Scorer, nn.Module):
     """A scorer whose weights are stacked [layers, H, ...], so that the heads of all layers train at once.
 
@@ -38,10 +51,12 @@ class Gate(Scorer, nn.Module):
 
     METHOD  its name in GATES, in gate.json and in METHODS
     Config  the dataclass of its knobs
+    READS   what its training reads of a trace beside keys, values, window, mass and utility: names in `learnkv.traces.measure.ALSO`
     """
 
     METHOD: ClassVar[str]
     Config: ClassVar[type]
+    READS: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: object, base: BaseModel) -> None:
         super().__init__()
@@ -74,6 +89,9 @@ class Gate(Scorer, nn.Module):
         reward  [layers] mean normalised reward, detached; only where the gate ranks
         """
         raise NotImplementedError
+
+    def meet(self, model: PreTrainedModel) -> None:
+        """Told the base model before training; a gate whose loss runs it keeps it in a `Held`, the others do not look."""
 
     def prepare(self, traces: Sequence[Trace]) -> None:
         """Sets constants from the first traces, before the first step; none by default."""

@@ -53,10 +53,11 @@ class Trace:
     keys       [layers, H, n, D] rotated
     values     [layers, H, n, D]
     hidden     [layers, n, M] input of self-attention
+    block_input  [layers, n, M] input of the decoder layer
     queries    [layers, Q, n, D] rotated, of the context's tokens
     window     [layers, Q, W, D] the last W of them; W = min(n, 32)
     mass       [layers, H, n] float32 attention that the context pays to itself, summed over queries and query group
-    targets    "utility" [layers, H, n] float32: attention of the future (see `learnkv.traces.targets`);
+    targets    by name, float32: "utility" [layers, H, n], and those of `learnkv.traces.targets.TARGETS` that the recipe asks for;
                with cuts also "utility_cuts" [C, layers, H, n] and "cut_positions" [C] int64
     """
 
@@ -68,6 +69,7 @@ class Trace:
     keys: Tensor | None = None
     values: Tensor | None = None
     hidden: Tensor | None = None
+    block_input: Tensor | None = None
     queries: Tensor | None = None
     window: Tensor | None = None
     mass: Tensor | None = None
@@ -75,7 +77,7 @@ class Trace:
 
     def to(self, dtype: torch.dtype) -> Trace:
         """The same trace with keys, values, hidden states and queries in `dtype`; mass and targets stay float32."""
-        taken = {name: getattr(self, name) for name in ("keys", "values", "hidden", "queries", "window")}
+        taken = {name: getattr(self, name) for name in ("keys", "values", "hidden", "block_input", "queries", "window")}
         return replace(self, **{name: t.to(dtype) for name, t in taken.items() if t is not None})
 
 
@@ -97,7 +99,7 @@ class TraceConfig:
 # ---- one trace as named tensors
 
 
-TENSORS = ("ids", "keys", "values", "hidden", "queries", "window", "mass")
+TENSORS = ("ids", "keys", "values", "hidden", "block_input", "queries", "window", "mass")
 PARTS = ("question", "answer", "response")
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from learnkv.capture import Captured, capture, decoder_of, evictable_layers
+from learnkv.capture import Captured, Want, capture, decoder_of, evictable_layers
 from learnkv.models import PreTrainedModel
 from learnkv.traces.format import Trace
 from learnkv.traces.targets import OVER_QUESTIONS, TARGETS, Future, OverQuestions, context_mass, cut_positions, future_rows, utility_cuts
 
+FIELDS: tuple[Want, ...] = ("queries", "hidden", "block_input")  # tensors of the context that a recipe may ask for
+ALSO = (*FIELDS, *(name for name in TARGETS if name != "utility"))
 WINDOW = 32  # last queries of the context that every trace keeps, so that SnapKV and TOVA can be compared without a model
 
 
@@ -26,7 +29,7 @@ def measure(
     max_new_tokens: int,
     over_questions: OverQuestions = "sum",
     cuts: int = 0,
-    full: bool = False,
+    also: Collection[str] = (),
     dtype: torch.dtype = torch.bfloat16,
 ) -> Trace:
     """The trace of a bare one (token ids only), with everything that comes from the model.
@@ -38,32 +41,34 @@ def measure(
     over_questions  targets are sums over the continuations, or the largest of them: then what one asks for alone weighs as much as
                     what every one looks at
     cuts            how many earlier ends of the context get a utility too, drawn by the trace's id
-    full            all queries and the hidden states too
+    also            names in `ALSO` of what is kept beside keys, values, window, mass and utility
     dtype           of stored keys, values, queries and hidden states; mass and targets are float32
     """
     layers, n = evictable_layers(model), len(bare.ids)
     scales = softmax_scales(model, layers)
-    with capture(model, {"queries", "hidden"} if full else {"queries"}) as taken:
+    kept: list[Want] = [name for name in FIELDS if name in also]
+    with capture(model, {"queries", *kept}) as taken:
         cache, logits = run(model, bare.ids)
-        queries, hidden = of_layers(taken.queries, layers), of_layers(taken.hidden, layers) if full else None
+        queries = of_layers(taken.queries, layers)
+        fields = {name: stacked(of_layers(getattr(taken, name), layers), dtype) for name in kept}
         keys, values = [cache.layers[i].keys for i in layers], [cache.layers[i].values for i in layers]
         if future == "response":
             bare = answered(model, bare, cache, logits, max_new_tokens)
-        targets = future_targets(model, cache, bare, future, over_questions, scales, taken)
+        wanted = ["utility", *(name for name in TARGETS if name in also)]
+        targets = future_targets(model, cache, bare, future, over_questions, scales, taken, wanted)
     if cuts:
         at = targets["cut_positions"] = cut_positions(n, cuts, seed=int(bare.id, 16) % 2**63)
         per_layer = zip(queries, keys, targets["utility"], scales, strict=True)
         targets["utility_cuts"] = torch.cat([utility_cuts(q, k, u[None], at, s) for q, k, u, s in per_layer], 1)
-    return replace(
+    measured = replace(
         bare,
         keys=stacked(keys, dtype),
         values=stacked(values, dtype),
         window=stacked([q[:, :, -WINDOW:] for q in queries], dtype),
-        queries=stacked(queries, dtype) if full else None,
-        hidden=stacked(hidden, dtype) if hidden else None,
         mass=torch.cat([context_mass(q, k, s) for q, k, s in zip(queries, keys, scales, strict=True)]),
         targets=targets,
     )
+    return replace(measured, **fields)  # type: ignore[arg-type]
 
 
 def future_targets(
@@ -74,17 +79,19 @@ def future_targets(
     over_questions: OverQuestions,
     scales: list[float],
     taken: Captured,
+    wanted: Sequence[str] = ("utility",),
 ) -> dict[str, Tensor]:
-    """{target: [layers, H, n] float32} over all continuations; `cache` holds the context and is left as it was."""
+    """{target: [layers, heads, n] float32} over all continuations; `cache` holds the context and is left as it was."""
     layers, n = evictable_layers(model), len(bare.ids)
     found: dict[str, Tensor] = {}
     for asked in bare.questions:
         rows, first = future_rows(asked, future)
         after = run(model, rows, copy.deepcopy(cache))[0]
-        for name, target in TARGETS.items():
-            of_layer = [target(taken.queries[i][:, :, first:], after.layers[i].keys, n, s) for i, s in zip(layers, scales, strict=True)]
+        for name in wanted:
+            target = TARGETS[name]
+            of_layer = [target.of(taken.queries[i][:, :, first:], after.layers[i].keys, n, s) for i, s in zip(layers, scales, strict=True)]
             new = torch.cat(of_layer)
-            found[name] = OVER_QUESTIONS[over_questions](found[name], new) if name in found else new
+            found[name] = OVER_QUESTIONS[target.over_questions or over_questions](found[name], new) if name in found else new
     return found
 
 
