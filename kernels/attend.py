@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from learnkv.kernels.entry import Arch, Entry, Loop, Tile, arch_of, padded_head
-from learnkv.kernels.reference import Owners
+from learnkv.kernels.reference import Owners, nothing_to_read
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
@@ -425,6 +425,8 @@ def attend_with_lse(
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`attend` with the log-sum-exp [B, Q, T]: by splits where a tile holds a head's rows, else by tiles of them."""
+    if nothing_to_read(queries, position_pages):
+        return torch.zeros_like(queries), queries.new_full(queries.shape[:3], float("-inf"), dtype=torch.float32)
     form = split_attention if few_rows(queries, key_pages, table) else tiled_attention
     return form(queries, key_pages, value_pages, position_pages, table, query_positions, scale)[:2]
 
@@ -443,6 +445,8 @@ def attend_with_mass(
     """`attend` with the mass [B, H, L]: from kept logits where they are few, else from the keys once more."""
     args = queries, key_pages, value_pages, position_pages, table, query_positions, scale
     P = position_pages.shape[1]
+    if nothing_to_read(queries, position_pages):
+        return torch.zeros_like(queries), queries.new_zeros(*table.shape[:2], table.shape[2] * P, dtype=torch.float32)
     logit_bytes = 4 * queries[..., 0].numel() * table.shape[2] * P
     if few_rows(queries, key_pages, table) and logit_bytes <= max(LOGIT_BYTES, key_pages.nbytes // 2):
         out, lse, logits = split_attention(*args, spill=True)

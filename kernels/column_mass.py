@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from learnkv.kernels.entry import Arch, Entry, Loop, Tile, arch_of, padded_head
+from learnkv.kernels.reference import check_reductions
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -248,9 +249,11 @@ PROGRAMS = 264  # at least so many are wanted in flight: two for each of an H200
 
 def row_lse(queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, scale: float) -> Tensor:
     """`reference.row_lse`, the keys split among programs where there are few rows."""
+    if not queries.numel():
+        return queries.new_full(queries.shape[:3], float("-inf"), dtype=torch.float32)
     queries, keys, query_positions, key_positions = checked(queries, keys, query_positions, key_positions)
     (B, Q, T, D), (H, L) = queries.shape, keys.shape[1:3]
-    tile = lse_tile(D, queries.dtype)
+    tile = lse_tile(arch_of(queries), D, queries.dtype)
     block_m, block_n = tile.blocks["BLOCK_M"], tile.blocks["BLOCK_N"]
     num_tiles, row_tiles = triton.cdiv(L, block_n), triton.cdiv(Q // H * T, block_m)
     splits = num_splits(row_tiles * B * H, num_tiles)
@@ -286,13 +289,14 @@ def column_mass(
     lse: Tensor | None = None,
 ) -> Tensor:
     """`reference.column_mass`; a program's sum over group and queries is one order of additions, whatever order programs run in."""
+    check_reductions(over_group, over_queries)
+    if not queries.numel() or not keys.numel():
+        return keys.new_zeros(keys.shape[:3], dtype=torch.float32)
     queries, keys, query_positions, key_positions = checked(queries, keys, query_positions, key_positions)
     lse = row_lse(queries, keys, query_positions, key_positions, scale) if lse is None else lse.float().contiguous()
     (B, Q, T, D), (H, L) = queries.shape, keys.shape[1:3]
     G = Q // H
     out = keys.new_empty(B, H, L, dtype=torch.float32)
-    if not out.numel():
-        return out
     tile = mass_tile(arch_of(queries), D, queries.dtype, T, G, each=(over_group == "max") != (over_queries == "max"))
     block_t, many = tile.blocks["BLOCK_T"], tile.blocks["BLOCK_T"] < T
     lowest, highest = query_spans(query_positions, block_t) if many else (query_positions, query_positions)
@@ -359,9 +363,12 @@ def mass_tile(arch: Arch, D: int, dtype: torch.dtype, T: int, G: int, each: bool
     return Tile({"BLOCK_G": block_g, "BLOCK_T": block_t, "BLOCK_N": slots, "BLOCK_D": padded_head(D)}, warps, 2)
 
 
-def lse_tile(D: int, dtype: torch.dtype) -> Tile:
+def lse_tile(arch: Arch, D: int, dtype: torch.dtype) -> Tile:
     """Of `row_lse_split`."""
-    rows, slots, warps = (32, 32, 4) if padded_head(D) * dtype.itemsize > 512 else (128, 64, 8)
+    row_bytes = padded_head(D) * dtype.itemsize
+    rows, slots, warps = (32, 32, 4) if row_bytes > 512 else (128, 64, 8)
+    if row_bytes == 512 and arch == 100:
+        slots = 32  # more spills
     return Tile({"BLOCK_M": rows, "BLOCK_N": slots, "BLOCK_D": padded_head(D)}, warps, 2)
 
 
@@ -396,7 +403,7 @@ def entries(arch: Arch) -> list[Entry]:
     found += [mass_entry(arch, T, bf16, 128, 4, "mean", "mean") for T in (1, 32, 64)]
     found += [mass_entry(arch, 32, bf16, 80, 7, "mean", "mean"), mass_entry(arch, 32, fp32, 64, 3, "mean", "mean")]
     shapes = [(ALL, bf16, 128, 4), (32, bf16, 128, 4), (32, bf16, 80, 7), (32, bf16, 256, 4), (ALL, fp32, 128, 4), (32, fp32, 256, 4)]
-    return found + [lse_entry(*shape) for shape in shapes] + [combine_entry()]
+    return found + [lse_entry(arch, *shape) for shape in shapes] + [combine_entry()]
 
 
 def mass_entry(arch: Arch, T: int, dtype: torch.dtype, D: int, G: int, over_group: str, over_queries: str) -> Entry:
@@ -414,9 +421,9 @@ def mass_entry(arch: Arch, T: int, dtype: torch.dtype, D: int, G: int, over_grou
     return Entry(column_mass_tiles, label, types, constants, tile, STRIDES, loop)
 
 
-def lse_entry(T: int, dtype: torch.dtype, D: int, G: int) -> Entry:
+def lse_entry(arch: Arch, T: int, dtype: torch.dtype, D: int, G: int) -> Entry:
     """One of `row_lse_split`."""
-    tile = lse_tile(D, dtype)
+    tile = lse_tile(arch, D, dtype)
     types = {"queries": f"*{NAMES[dtype]}", "keys": f"*{NAMES[dtype]}", **TYPES}
     del types["lse"], types["share"]
     many = tile.blocks["BLOCK_M"] < T

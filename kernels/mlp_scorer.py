@@ -8,12 +8,14 @@ the instructions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from learnkv.kernels import reference
 from learnkv.kernels.entry import Arch, Entry, Loop, Tile, arch_of, padded_head
 from learnkv.kernels.reference import BranchWeights, TrunkWeights
 
@@ -221,8 +223,46 @@ def mlp_scorer(
     if len(inputs) > 2:
         raise ValueError(f"mlp_scorer got {len(inputs)} inputs; the kernel reads 2 at most, join them or use the reference")
     every = [*inputs, features, *(w for layer in [*branches, *trunk] for w in layer), head, scale, shift]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in every):
-        raise ValueError("mlp_scorer has no gradient in Triton; score under torch.no_grad(), train through the gate's own modules")
+    return Recomputed.apply((len(inputs), len(trunk)), *every)
+
+
+class Recomputed(torch.autograd.Function):
+    """Scores from the kernels; the gradient from plain torch, which works the network out once more and keeps nothing until then."""
+
+    @staticmethod
+    def forward(ctx, counts: tuple[int, int], *tensors: Tensor) -> Tensor:
+        ctx.counts = counts
+        ctx.save_for_backward(*tensors)
+        return launch(*arguments(counts, tensors))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple:
+        leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)]
+        with torch.enable_grad():
+            out = reference.mlp_scorer(*arguments(ctx.counts, leaves))
+        found = iter(torch.autograd.grad(out, [t for t in leaves if t.requires_grad], grad))
+        return None, *(next(found) if t.requires_grad else None for t in leaves)
+
+
+def arguments(counts: tuple[int, int], tensors: Sequence[Tensor]) -> tuple:
+    """What `launch` takes, out of its tensors one after the other; counts of inputs and trunk layers."""
+    each, (inputs, trunk) = iter(tensors), counts
+    xs, features = list(islice(each, inputs)), next(each)
+    branches = [BranchWeights(*islice(each, 4)) for _ in range(inputs)]
+    return xs, features, branches, [TrunkWeights(*islice(each, 4)) for _ in range(trunk)], *each
+
+
+def launch(
+    inputs: Sequence[Tensor],
+    features: Tensor,
+    branches: Sequence[BranchWeights],
+    trunk: Sequence[TrunkWeights],
+    head: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+) -> Tensor:
+    """The scores."""
     B, H, L, F = features.shape
     M, dtype, arch = head.shape[-1], head.dtype, arch_of(features)
     out = torch.empty(B, H, L, device=features.device, dtype=torch.float32)

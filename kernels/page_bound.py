@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from learnkv.kernels.entry import Arch, Entry, Loop, Tile, padded_head
-from learnkv.kernels.reference import check_reduce
+from learnkv.kernels.reference import check_choice
 
 
 def page_minmax(key_pages: Tensor, position_pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def page_minmax(key_pages: Tensor, position_pages: Tensor) -> tuple[Tensor, Tens
 
 
 def page_bound(queries: Tensor, minimum: Tensor, maximum: Tensor, table: Tensor, *, reduce: str = "max") -> Tensor:
-    check_reduce("page_bound", reduce, ("max", "sum"))
+    check_choice("page_bound", "reduce", reduce, ("max", "sum"))
     queries = (queries if queries.dim() == 4 else queries[:, :, None]).contiguous()
     (B, H, pages), (Q, T, D) = table.shape, queries.shape[1:]
     out = torch.empty(B, H, pages, dtype=torch.float32, device=table.device)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from learnkv.kernels.entry import Arch, Entry, Tile
-from learnkv.kernels.reference import check_reduce
+from learnkv.kernels.reference import check_choice
 
 BLOCK = 2048  # slots of one program
 
@@ -23,7 +23,7 @@ def page_score(
     num_recent: int = 0,
     reduce: str = "mean",
 ) -> Tensor:
-    check_reduce("page_score", reduce, ("sum", "mean", "max"))
+    check_choice("page_score", "reduce", reduce, ("sum", "mean", "max"))
     (B, H, L), pages = scores.shape, triton.cdiv(scores.shape[-1], page_size)
     out = torch.empty(B, H, pages, dtype=torch.float32, device=scores.device)
     launch = tile(page_size)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from learnkv.kernels.entry import Arch, Entry, Tile
+from learnkv.kernels.reference import check_pooling
 
 
 @triton.jit(do_not_specialize=["L", "stride_pb", "stride_ph"])
@@ -33,6 +34,7 @@ def pool_tiles(
 
 def pool(mass: Tensor, positions: Tensor, *, kernel_size: int, pooling: str) -> Tensor:
     """`reference.pool`."""
+    check_pooling(kernel_size, pooling)
     B, H, L = mass.shape
     assert positions.shape == mass.shape, f"mass {tuple(mass.shape)} and positions {tuple(positions.shape)} do not fit"
     mass = mass.float().contiguous()

@@ -11,6 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def check_choice(op: str, argument: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuses a reduction that an op does not have."""
+    if value not in choices:
+        raise ValueError(f'ops.{op}({argument}="{value}"): there are {", ".join(choices)}')
+
+
+def check_scores(op: str, scores: Tensor) -> None:
+    """Refuses scores whose bits are not those of float32, by which they are ranked."""
+    if scores.dtype != torch.float32:
+        raise ValueError(f"ops.{op} ranks float32 scores, these are {str(scores.dtype).removeprefix('torch.')}; give scores.float()")
+
+
 def gather_pages(pages: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     """The slots of every head side by side, padded with zeros.
 
@@ -35,6 +47,7 @@ def select(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
     count      [...] int64, 0 and less chooses nothing
     returns    [..., L] bool
     """
+    check_scores("select", scores)
     keys, L = ranking_keys(scores, positions), scores.shape[-1]
     most = min(L, int(count.max())) if count.numel() else 0
     if most <= 0:
@@ -66,6 +79,7 @@ def evict_slot(scores: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
     protected  [B, H, L] bool
     returns    [B, H] int64, -1 where no slot may go
     """
+    check_scores("evict_slot", scores)
     free = (positions >= 0) & ~protected
     keys = ranking_keys(scores, positions).masked_fill(~free, torch.iinfo(torch.int64).max)
     worst = free & (keys == keys.amin(-1, keepdim=True)) if keys.shape[-1] else free
@@ -228,6 +242,8 @@ def row_lse(queries: Tensor, keys: Tensor, query_positions: Tensor, key_position
 
     returns  [B, Q, T] float32, -inf where a query sees nothing
     """
+    if not queries.numel():
+        return queries.new_full(queries.shape[:3], float("-inf"), dtype=torch.float32)
     B, Q, T, _ = queries.shape
     H, L = keys.shape[1:3]
     out = queries.new_full((B, H, Q // H, T), float("-inf"), dtype=torch.float32)
@@ -261,10 +277,11 @@ def column_mass(
     lse                        [B, Q, T] float32 as `row_lse` gives it, of these keys or of more; saves Triton a pass over them
     returns                    [B, H, L] float32, 0 on empty slots
     """
+    check_reductions(over_group, over_queries)
     B, T = query_positions.shape
-    H, L = keys.shape[1:3]
+    H = keys.shape[1]
     out = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
-    if not L:
+    if not queries.numel() or not keys.numel():
         return out
     first = key_positions.masked_fill(key_positions < 0, torch.iinfo(key_positions.dtype).max).amin(-1)  # [B, H]
     blind = query_positions[:, None] < first[..., None]  # [B, H, T], a query that sees nothing gives nothing
@@ -285,6 +302,12 @@ def column_mass(
     return out
 
 
+def check_reductions(over_group: str, over_queries: str) -> None:
+    """Of `column_mass`."""
+    check_choice("column_mass", "over_group", over_group, ("sum", "mean", "max"))
+    check_choice("column_mass", "over_queries", over_queries, ("sum", "mean", "max"))
+
+
 def pool(mass: Tensor, positions: Tensor, *, kernel_size: int, pooling: str) -> Tensor:
     """Each slot's mass pooled with its neighbours', the filled slots up to kernel_size // 2 before and after it in the head.
 
@@ -295,6 +318,7 @@ def pool(mass: Tensor, positions: Tensor, *, kernel_size: int, pooling: str) -> 
     pooling    "max" or "mean" of the filled slots covered
     returns    [B, H, L] float32, 0 on empty slots
     """
+    check_pooling(kernel_size, pooling)
     empty, half = positions < 0, kernel_size // 2
     if not mass.numel():
         return mass
@@ -303,6 +327,13 @@ def pool(mass: Tensor, positions: Tensor, *, kernel_size: int, pooling: str) -> 
     total = F.avg_pool1d(mass.masked_fill(empty, 0), kernel_size, stride=1, padding=half)
     share = F.avg_pool1d((~empty).float(), kernel_size, stride=1, padding=half)
     return (total / share).masked_fill(empty, 0)
+
+
+def check_pooling(kernel_size: int, pooling: str) -> None:
+    """Of `pool`."""
+    check_choice("pool", "pooling", pooling, ("max", "mean"))
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"ops.pool(kernel_size={kernel_size}) has no middle slot; give an odd number, 1 for no pooling")
 
 
 @dataclass(frozen=True)
@@ -348,7 +379,7 @@ def page_score(
     reduce      "sum", "mean" or "max" over a page's filled slots
     returns     [B, H, ceil(L / P)] float32, +inf on protected pages, -inf on those without a token
     """
-    check_reduce("page_score", reduce, ("sum", "mean", "max"))
+    check_choice("page_score", "reduce", reduce, ("sum", "mean", "max"))
     pages = -(-scores.shape[-1] // page_size)
 
     def paged(slots: Tensor) -> Tensor:
@@ -362,12 +393,6 @@ def page_score(
     if reduce == "mean":
         worth = worth / filled.sum(-1).clamp(min=1)
     return worth.masked_fill(~filled.any(-1), float("-inf")).masked_fill(protected, float("inf"))
-
-
-def check_reduce(op: str, reduce: str, choices: tuple[str, ...]) -> None:
-    """Refuses a reduction that an op does not have."""
-    if reduce not in choices:
-        raise ValueError(f'ops.{op}(reduce="{reduce}"): there are {", ".join(choices)}')
 
 
 def page_evict(table: Tensor, lengths: Tensor, keep_pages: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -424,7 +449,7 @@ def page_bound(queries: Tensor, minimum: Tensor, maximum: Tensor, table: Tensor,
     reduce            "max" or "sum" over the group
     returns           [B, H, pages] float32  sum over d of max(q_d * minimum_d, q_d * maximum_d); -inf where no page is, or no token in it
     """
-    check_reduce("page_bound", reduce, ("max", "sum"))
+    check_choice("page_bound", "reduce", reduce, ("max", "sum"))
     q = (queries if queries.dim() == 4 else queries[:, :, None]).unflatten(1, (table.shape[1], -1)).float()  # [B, H, G, T, D]
     held = table.clamp(min=0).long()
     absent = (table < 0) | (maximum[held, 0] == float("-inf"))
@@ -457,6 +482,8 @@ def attend(
     causal                  False where every query sees all that its heads hold: nobody then asks for positions
     returns                 [B, Q, T, D] in the queries' type, 0 where a query sees nothing
     """
+    if nothing_to_read(queries, position_pages):
+        return torch.zeros_like(queries)
     B, Q, T, D = queries.shape
     whose = whose or owners(table, position_pages)
     if whose is None:
@@ -484,6 +511,11 @@ def attend(
         logits = (keys @ q.flatten(1, 2)[head].mT).unflatten(2, q.shape[1:3])  # [N, P, G, t]; this way round small products are fast
         blocks.append(segment_softmax_sum(logits.masked_fill_(~seen[:, :, None], float("-inf")), values, head, B * H + 1)[:-1])
     return torch.cat(blocks, 2).view(B, Q, T, D).to(queries.dtype)
+
+
+def nothing_to_read(queries: Tensor, position_pages: Tensor) -> bool:
+    """Whether there is no query, or no slot."""
+    return not queries.numel() or not position_pages.numel()
 
 
 FEW_LOGITS = 1 << 16  # for so few, of all queries with all slots, one masked product is faster than one per page
@@ -546,6 +578,8 @@ def attend_with_lse(
              [B, Q, T] float32 in natural units, -inf where it sees nothing
     """
     out = attend(queries, key_pages, value_pages, position_pages, table, query_positions, scale, whose, causal)
+    if nothing_to_read(queries, position_pages):
+        return out, queries.new_full(queries.shape[:3], float("-inf"), dtype=torch.float32)
     keys, positions = paged_slots(key_pages, position_pages, table)
     return out, row_lse(queries, keys, query_positions, positions, scale)
 
@@ -567,6 +601,8 @@ def attend_with_mass(
              [B, H, L] float32 with L = pages * P, every slot that the table has room for; 0 where it is empty
     """
     (B, Q, T, _), (_, H, pages), P = queries.shape, table.shape, position_pages.shape[1]
+    if nothing_to_read(queries, position_pages):
+        return torch.zeros_like(queries), queries.new_zeros(B, H, pages * P, dtype=torch.float32)
     keys, positions = paged_slots(key_pages, position_pages, table)
     if B * Q * T * pages * P > BLOCK_ELEMENTS:
         out = attend(queries, key_pages, value_pages, position_pages, table, query_positions, scale, whose, causal)

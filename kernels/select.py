@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from learnkv.kernels.entry import Arch, Entry, Loop, Tile, arch_of
+from learnkv.kernels.reference import check_scores
 
 # a key is 64 bits, the score's 32 above the position's 32; it is found from the top, 8 bits a step
 BITS = tl.constexpr(8)
@@ -245,7 +246,8 @@ def as_rows(x: Tensor) -> Tensor:
 
 def select(scores: Tensor, positions: Tensor, count: Tensor) -> Tensor:
     """As reference.select: one launch for rows of up to 8,192, eleven for longer ones; asks the device nothing."""
-    assert scores.dtype == torch.float32 and positions.dtype == torch.int32, f"{scores.dtype} scores, {positions.dtype} positions"
+    check_scores("select", scores)
+    assert positions.dtype == torch.int32, f"{positions.dtype} positions"
     keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     if not keep.numel():
         return keep
@@ -292,7 +294,8 @@ def worst_slot(scores, positions, protected, slots, L, score_stride, position_st
 
 def evict_slot(scores: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
     """As reference.evict_slot: one launch, asks the device nothing."""
-    assert scores.dtype == torch.float32 and positions.dtype == torch.int32, f"{scores.dtype} scores, {positions.dtype} positions"
+    check_scores("evict_slot", scores)
+    assert positions.dtype == torch.int32, f"{positions.dtype} positions"
     L = scores.shape[-1]
     slots = torch.full(scores.shape[:-1], -1, dtype=torch.int64, device=scores.device)
     if scores.numel():

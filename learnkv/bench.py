@@ -113,6 +113,8 @@ def kernels(command: BenchCommand) -> None:
             print(f"not beside {line.op}, {line.at}: {baseline}, which failed here: {why}")
     for name in found.left_out:
         print(f"not measured, the time was used up: {name}")
+    if found.whole:
+        print(report.markdown([["a model of random weights", "measured"], *([f.what, f.value] for f in found.whole)]))
     kernel_speed.write(found, out)
     print(f"result: {out.with_suffix('.json')}, {out.with_suffix('.png')}")
     print("next: python -m learnkv.bench runtime")

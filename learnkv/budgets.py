@@ -26,8 +26,8 @@ class Ratio:
     kept: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.kept <= 1:
-            raise ValueError(f"budget ratio {self.kept} is the fraction of tokens kept; give a number above 0, up to 1")
+        if isinstance(self.kept, bool) or not isinstance(self.kept, int | float) or not 0 < self.kept <= 1:
+            raise ValueError(f"budget ratio {self.kept!r} is the fraction of tokens kept; give a number above 0, up to 1")
 
 
 def resolve(budget: int | Ratio, num_seen: Tensor) -> Tensor:

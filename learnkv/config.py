@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, KeyValidationError, MissingMandatoryValue, OmegaConfBaseException
 
 from learnkv.names import nearest, unknown
 
@@ -168,13 +168,26 @@ def read_recipe(name: str) -> DictConfig:
     path = recipe_file(name)
     try:
         values = OmegaConf.load(path)
+    except KeyValidationError as error:
+        raise ValueError(f"recipe file {path} has a key that is no text ({one_line(error)}); write it in quotes, or drop it") from error
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ValueError(f"recipe file {path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(values, DictConfig):
         raise ValueError(f"recipe file {path} holds a {type(OmegaConf.to_object(values)).__name__}, not keys and values")
+    refuse_other_keys(values, path)
     if "recipe" in values:
         raise ValueError(f"recipe file {path} names another recipe, {values.recipe}; a recipe is whole in itself")
     return values
+
+
+def refuse_other_keys(values: DictConfig, path: Path) -> None:
+    """Raises a ValueError for a key that YAML reads as something else than text: 1, or on, yes and off, which are true and false."""
+    for key, value in values.items_ex(resolve=False):
+        if not isinstance(key, str):
+            kind = type(key).__name__
+            raise ValueError(f"recipe file {path} has the key {key!r}, a {kind} in YAML and not text; write it in quotes, or drop it")
+        if isinstance(value, DictConfig):
+            refuse_other_keys(value, path)
 
 
 def shared_part(values: DictConfig, schema: type) -> DictConfig:
@@ -307,6 +320,8 @@ def field_comments(schema: type) -> dict[str, str]:
 
 def one_line(error: BaseException) -> str:
     """An error's text without line breaks; of an OSError what failed and on which file."""
+    if isinstance(error, FileExistsError) and error.filename:
+        return f"{error.filename} is a file, where a folder should be made; give another path"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(str(error).split()) or type(error).__name__

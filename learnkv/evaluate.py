@@ -21,9 +21,10 @@ from learnkv.evaluation import report
 from learnkv.evaluation.compare import EvaluateSettings, Plan, compare, plan, plan_chosen
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import Row, budget_of, read_rows
-from learnkv.models import DTYPES, PreTrainedModel, load_model
+from learnkv.models import DTYPES, PreTrainedModel, load_model, refuse_beyond_positions
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
+from learnkv.traces.format import write_atomically
 
 
 @dataclass
@@ -45,6 +46,8 @@ def run(command: EvaluateCommand) -> None:
         budget_of(budget)  # a mistake in it should not wait for the model
     chosen = read_rows(Path(settings.choose)) if settings.choose else []
     model, tokenizer = load_model(command.model, DTYPES[settings.dtype])
+    if not command.prompts:
+        refuse_beyond_positions(model, "evaluate.num_tokens", settings.num_tokens)
     asked = prompts_of(command, settings, tokenizer)
     plans = plans_of(settings, chosen, model, tokenizer)
     rows_file = Path(settings.out) / "rows.jsonl"
@@ -99,8 +102,8 @@ def show(rows: Sequence[Row], folder: Path) -> None:
     if overall[0].prompts >= 2:
         learned = dict.fromkeys(row.line for row in rows if row.gate)
         markdown += "".join(f"\n\n### {line} against the others\n\n{report.markdown(report.nll_gaps(rows, line))}" for line in learned)
-    (folder / "table.md").write_text(f"{report.protocol(rows)}\n\n{markdown}\n")
-    report.plot(overall, folder / "plot.png")
+    write_atomically(folder / "table.md", lambda to: to.write_text(f"{report.protocol(rows)}\n\n{markdown}\n"))
+    write_atomically(folder / "plot.png", lambda to: report.plot(overall, to))
     print(f"rows: {folder / 'rows.jsonl'}\ntables, by kind too: {folder / 'table.md'}\nplot: {folder / 'plot.png'}")
 
 

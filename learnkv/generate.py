@@ -39,7 +39,7 @@ class GenerateCommand:
     recipe: str = ""  # a .yaml file with these keys, or none
     model: str = "smollm2-135m"  # bundled name, hub id or folder
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of model and cache
-    method: str = "kvp"  # as in evaluate.methods: snapkv, "snapkv(kernel_size=5)+adaptive", kvp:checkpoints/runs/kvp
+    method: str = "kvp+adaptive"  # as in evaluate.methods: snapkv, "snapkv(kernel_size=5)+adaptive", kvp:checkpoints/runs/kvp
     gate: str = ""  # folder of a gate, instead of `method`
     budget: float = 0.2  # below 1 the fraction of the context that stays, else tokens per KV head
     num_sinks: int = 4  # first tokens that always stay

@@ -10,11 +10,22 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from learnkv import assets
@@ -79,12 +90,49 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTraine
     refuse_unsupported(name, load_config(name, source))
     try:
         with quiet_unless_terminal():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if dtype == torch.float16 else dtype)
             tokenizer = AutoTokenizer.from_pretrained(source)
     except SafetensorError as error:
         raise ValueError(f"the weights of model {name} in {source} are damaged ({error}); delete that folder and run again") from error
     model.config.name_or_path = name  # the cache folder's path means nothing on another machine
+    if model.dtype != dtype:
+        HASHES[model] = weights_hash(model)  # float16 rounds otherwise than bfloat16
+        model.to(dtype)  # type: ignore[arg-type]
     return model.eval().requires_grad_(False), tokenizer
+
+
+HASHES: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # of models whose weights were converted since
+
+
+def refuse_beyond_positions(model: PreTrainedModel, key: str, sizes: Sequence[int]) -> None:
+    """Raises a ValueError where contexts of `sizes` tokens, asked for by `key`, do not fit the model."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and max(sizes) >= limit:
+        raise ValueError(
+            f"{key}={max(sizes)}, and {model.config.name_or_path} has {limit} positions, question and answer included; give less"
+        )
+
+
+def random_llama(
+    layers: int, kv_heads: int, group: int, head_dim: int, *, positions: int, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A Llama of random weights on its device, to be timed: `group` query heads to each KV head, proportions of the 8 B model."""
+    hidden = kv_heads * group * head_dim
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=7 * hidden // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=kv_heads * group,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        dtype=dtype,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config)
+    return model.to(dtype).eval().requires_grad_(False)
 
 
 def load_config(name: str, source: str | Path) -> PretrainedConfig:
@@ -196,6 +244,8 @@ def weights_hash(model: torch.nn.Module) -> str:
 
     Values are rounded to bfloat16 first, so that a model has one hash whether it was loaded in float32 or in bfloat16.
     """
+    if model in HASHES:
+        return HASHES[model]
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())

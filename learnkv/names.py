@@ -1,4 +1,4 @@
-"""What to say when a name is not known: the nearest ones that are."""
+"""What to say when a name is not known, and how to name a value that can't be."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def unknown(what: str, name: str, known: Iterable[str]) -> ValueError:
     """The error to raise for a name that is none of `known`: `raise unknown("method", name, METHODS)`."""
     return ValueError(f"unknown {what} {name!r}; {nearest(name, known)}")
+
+
+def given(value: object) -> str:
+    """A value of the wrong kind as an error shows it: texts and numbers as they are, of anything else the type."""
+    return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"

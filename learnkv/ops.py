@@ -43,11 +43,19 @@ def use(side: Side) -> Iterator[None]:
 def side_of(tensors: Iterable[object]) -> Side:
     """Where a call goes: as `use` or LEARNKV_KERNELS says, else by the device of its first tensor."""
     told = forced.get() or os.environ.get("LEARNKV_KERNELS")
-    if told is None:
+    if not told:
         return "triton" if next((x.is_cuda for x in tensors if isinstance(x, Tensor)), False) else "reference"
     if told not in get_args(Side):
         raise ValueError(f'LEARNKV_KERNELS={told}: there are "reference" and "triton"')
-    return "triton" if told == "triton" else "reference"
+    if told == "reference":
+        return "reference"
+    first = next((x for x in tensors if isinstance(x, Tensor)), None)
+    if first is not None and not first.is_cuda and os.environ.get("TRITON_INTERPRET", "0") == "0":
+        raise ValueError(
+            f"ops.use or LEARNKV_KERNELS asks for Triton, and tensors are on {first.device}; move them to CUDA, "
+            "start Python with TRITON_INTERPRET=1, or take the reference"
+        )
+    return "triton"
 
 
 def triton_op(module: str, name: str) -> Callable:

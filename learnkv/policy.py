@@ -10,8 +10,11 @@ from torch import Tensor
 
 from learnkv import budgets, ops
 from learnkv.budgets import Allocator, Ratio
+from learnkv.counts import check_count
+from learnkv.names import given
 from learnkv.observation import Observation, Scorer
 
+AFTERWARDS = "earlier layers may have evicted already: reset() the cache, or use a clone from before"
 LARGEST = torch.finfo(torch.float32).max / 2  # of a scorer; allocators have room between it and infinity
 
 
@@ -35,16 +38,18 @@ class Policy:
     interval: int = 1
 
     def __post_init__(self) -> None:
+        check_scorer(self.scorer)
+        check_allocator(self.allocate)
         for name in ("num_sinks", "num_recent", "interval"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} is no whole number; give one")
+            check_count(name, getattr(self, name))
         if self.num_sinks < 0 or self.num_recent < 0:
             raise ValueError(f"num_sinks={self.num_sinks} and num_recent={self.num_recent} count tokens; give 0 or more")
         if self.interval < 1:
             raise ValueError(f"interval={self.interval} counts decode steps; give 1 or more")
         if not isinstance(self.budget, (int, Ratio)) or isinstance(self.budget, bool):
             raise ValueError(f"budget={self.budget!r} is neither a number of tokens (512) nor a fraction of them (Ratio(0.1))")
+        if isinstance(self.budget, int):
+            check_count("budget", self.budget)
         protected = self.num_sinks + self.num_recent
         if isinstance(self.budget, int) and self.budget < max(protected, 1):
             least = f"num_sinks + num_recent = {protected}" if protected else "1"
@@ -93,9 +98,13 @@ class Policy:
 
     def marked(self, scores: Tensor, obs: Observation, protected: Tensor) -> Tensor:
         """What the scorer said, with infinities that are the policy's own; protected [B, H, L] bool."""
+        who = type(self.scorer).__name__
+        if not isinstance(scores, Tensor) or scores.shape != obs.filled.shape:
+            got = f"scores of shape {list(scores.shape)}" if isinstance(scores, Tensor) else f"{type(scores).__name__} for scores"
+            raise ValueError(f"{who} gave {got} in layer {obs.layer}; a scorer gives a tensor [B, H, L], here {list(obs.filled.shape)}")
         scores = scores.float()
         if (scores.isnan() & obs.filled).any():
-            raise ValueError(f"{type(self.scorer).__name__} gave NaN scores in layer {obs.layer}; nothing was evicted")
+            raise ValueError(f"{who} gave NaN scores in layer {obs.layer}, which keeps all it holds; {AFTERWARDS}")
         scores = scores.clamp(-LARGEST, LARGEST)
         return scores.masked_fill(protected, float("inf")).masked_fill(~obs.filled, float("-inf"))
 
@@ -104,3 +113,20 @@ class Policy:
         kept, protected = torch.minimum(kept, obs.slots.lengths.long()), scores == float("inf")
         worth = self.marked(self.scorer.refine(scores, kept, obs), obs, protected)
         return obs.filled & (ops.select(worth, obs.positions, kept) | protected)
+
+
+def check_scorer(scorer: Scorer) -> None:
+    """Refuses what is no scorer, and one with a knob beyond what positions can count."""
+    if not isinstance(scorer, Scorer):
+        raise ValueError(f'scorer is {given(scorer)}, no Scorer; methods.METHODS["snapkv"](budget=512) makes the Policy of a method')
+    for name, value in vars(scorer).items():
+        if isinstance(value, Scorer):
+            check_scorer(value)
+        elif isinstance(value, int) and not isinstance(value, bool) and name != "seed":  # a seed counts nothing
+            check_count(f"{type(scorer).__name__}: {name}", value)
+
+
+def check_allocator(allocate: Allocator) -> None:
+    """Refuses what splits no budget."""
+    if not callable(allocate) or not hasattr(allocate, "scope") or not hasattr(allocate, "spans"):
+        raise ValueError(f'allocate is {given(allocate)}, no Allocator; give one, as budgets.ALLOCATORS["adaptive"] is')

@@ -13,6 +13,8 @@ import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,13 +32,13 @@ from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
 from learnkv.methods import METHODS
-from learnkv.models import DTYPES, BaseModel, PreTrainedModel, load_model
+from learnkv.models import DTYPES, BaseModel, PreTrainedModel, load_model, refuse_beyond_positions
 from learnkv.names import unknown
 from learnkv.observation import Scorer
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.format import write_atomically
+from learnkv.traces.format import alone, write_atomically
 from learnkv.traces.measure import softmax_scales
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 from learnkv.training import TrainSettings, fit
@@ -57,7 +59,7 @@ class TrainCommand:
     name: str = ""  # of the run's folder in `runs`; the recipe's name without one
     runs: str = "checkpoints/runs"  # folder of the runs
     resume: Literal["auto", "never"] = "auto"  # auto goes on from the run's last checkpoint, never starts over
-    table: int = 10  # held-out prompts that are answered for the last table; 0 leaves it out
+    table: int = 8  # held-out prompts that are answered for the last table, two questions of each at most; 0 leaves it out
     record: RecordSettings = field(default_factory=RecordSettings)
     gate: dict[str, Any] = field(default_factory=dict)  # the gate's knobs, see its Config
     train: TrainSettings = field(default_factory=TrainSettings)
@@ -80,18 +82,21 @@ def run(command: TrainCommand) -> None:
     if command.resume == "auto":
         refuse_other_recipe(folder, settled(command))
     model, tokenizer = load_model(command.model, DTYPES[command.record.dtype])
+    if not command.prompts:
+        refuse_beyond_positions(model, "record.num_tokens", command.record.num_tokens)
     asked = make_prompts(command.record, tokenizer, command.prompts)
     refuse_one_sided(asked)
     plan = plan_recording(model, tokenizer, asked, trace_folder(model, command.record), command.record)
     plan.refuse_without_room()
-    if place()[0] == 0:
-        open_run(command, folder)  # after all that can be refused: resume=never deletes
-        announce(command, plan)
-    traces = record_plan(plan, model, progress=True)
-    gate = train(command, gate_config, traces, model, folder)
-    if place()[0] == 0:
-        save_gate(gate, folder, settled(command))
-        conclude(command, model, tokenizer, asked, traces, gate, folder)
+    # opened after all that can be refused: resume=never deletes
+    with open_run(command, folder) if place()[0] == 0 else nullcontext():
+        if place()[0] == 0:
+            announce(command, plan)
+        traces = record_plan(plan, model, progress=True)
+        gate = train(command, gate_config, traces, model, folder)
+        if place()[0] == 0:
+            save_gate(gate, folder, settled(command))
+            conclude(command, model, tokenizer, asked, traces, gate, folder)
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -150,14 +155,23 @@ def refuse_other_recipe(folder: Path, wanted: dict[str, Any]) -> None:
             )
 
 
-def open_run(command: TrainCommand, folder: Path) -> None:
-    """The run's folder with its recipe; without what an earlier run left to go on from, where this one starts over."""
-    if command.resume == "never":
-        for stale in (folder / LAST, folder / RECIPE):
-            stale.unlink(missing_ok=True)
-        shutil.rmtree(folder / EVENTS, ignore_errors=True)
+@contextmanager
+def open_run(command: TrainCommand, folder: Path) -> Iterator[None]:
+    """The run's folder with its recipe, held for this run; without what an earlier one left to go on from, where this one starts over."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / RECIPE, lambda to: to.write_text(config.dump(command)))
+    with alone(folder, "training into"):
+        if command.resume == "never":
+            for stale in (folder / LAST, folder / RECIPE):
+                refuse_folder(stale)
+                stale.unlink(missing_ok=True)
+            shutil.rmtree(folder / EVENTS, ignore_errors=True)
+        write_atomically(folder / RECIPE, lambda to: to.write_text(config.dump(command)))
+        yield
+
+
+def refuse_folder(path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, where this command keeps a file; move it away, or give another name=...")
 
 
 def refuse_one_sided(asked: list[Prompt]) -> None:
@@ -211,13 +225,14 @@ def conclude(
     """The held-out tables, where everything lies, and what comes next."""
     gate = gate.bind(model)
     print("\n" + reward_table(gate, traces.split("heldout"), model) + "\n", flush=True)
-    prompts = [prompt for prompt in asked if prompt.split == "heldout"][: command.table]
+    heldout = [prompt for prompt in asked if prompt.split == "heldout"][: command.table]
+    prompts = [replace(prompt, questions=prompt.questions[:2]) for prompt in heldout]
     if prompts:
         kinds = Counter(prompt.kind for prompt in prompts)
         print(f"answers to {len(prompts)} held-out prompts ({', '.join(kinds)}), compressed before the question is known", flush=True)
         print(quick_table(model, tokenizer, prompts, gate, BUDGETS) + "\n")
     print(f"gate: {folder}\ntraces: {traces.folder}\nTensorBoard: tensorboard --logdir {folder}")
-    print(f"next: python -m learnkv.generate model={command.model} gate={folder} compare=true")
+    print(f"next: python -m learnkv.generate model={command.model} method={gate.METHOD}+adaptive:{folder} compare=true")
 
 
 def reward_table(gate: Gate, heldout: TraceDataset, model: PreTrainedModel) -> str:

@@ -133,6 +133,11 @@ def tiny_llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=50, head_dim=8, tie_word_embeddings=True, **shape))
 
 
+def test_a_model_has_one_hash_whatever_type_it_is_loaded_in(folder):
+    hashes = {dtype: models.describe(models.load_model(str(folder), dtype)[0]).weights_hash for dtype in models.DTYPES.values()}
+    assert len(set(hashes.values())) == 1
+
+
 def test_a_model_loads_from_a_folder_frozen_and_in_evaluation_mode(folder):
     model, _ = models.load_model(str(folder))
     assert not model.training and not any(p.requires_grad for p in model.parameters())

@@ -340,6 +340,20 @@ def test_a_cache_for_another_model_is_refused(model):
         model(prompt(20), cache=EvictionCache(POLICY, other))
 
 
+@pytest.mark.parametrize(
+    ("knobs", "sides"),
+    [({"num_key_value_heads": 1}, "3 evictable layers x 1 KV heads x 8, the model has 3 x 2 x 8"), ({"head_dim": 16}, "x 16, the model")],
+)
+def test_a_cache_of_another_geometry_is_refused_and_stays_as_it_was(model, knobs, sides):
+    other = LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 8} | knobs, **SPECIAL))
+    cache = EvictionCache(POLICY, other)
+    with attach(other):
+        other(prompt(20), cache=cache)
+    with attach(model), pytest.raises(ValueError, match=sides):
+        model(prompt(1), cache=cache)
+    assert cache.lengths().shape[0] == 3
+
+
 LATENT = SHAPE | dict(num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
 EXPERTS = dict(n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1)
 FOREIGN = {
@@ -511,6 +525,38 @@ def test_a_cache_filled_in_inference_mode_says_that_it_goes_on_there_only(model)
         with torch.inference_mode():
             model(prompt(1), cache=cache)
     assert cache.get_seq_length() == 21
+
+
+def test_a_clone_that_ran_in_inference_mode_is_named_to_its_siblings(model):
+    with attach(model):
+        base = EvictionCache(POLICY, model)
+        model(prompt(60), cache=base)
+        first, second = base.clone(), base.clone()
+        with torch.inference_mode():
+            for _ in range(3):
+                model(prompt(20, seed=3), cache=first)
+        with pytest.raises(ValueError, match="or a clone that shares its pages"):
+            model(prompt(20, seed=3), cache=second)
+
+
+def test_a_mask_that_hides_what_was_seen_is_refused_with_both_numbers(model):
+    mask = torch.ones(1, 23, dtype=torch.long)
+    mask[0, 2:15] = 0
+    with attach(model):
+        cache = EvictionCache(None, model)
+        model(prompt(20), cache=cache)
+        with pytest.raises(ValueError, match="shows 7 of the earlier tokens of row 0, this EvictionCache saw 20"):
+            model(prompt(3), attention_mask=mask, cache=cache)
+        model(prompt(3), attention_mask=torch.ones_like(mask), cache=cache)
+
+
+def test_a_gradient_through_a_cache_is_refused_rather_than_wrong(model):
+    ids = prompt(20)
+    with attach(model), torch.enable_grad():
+        model.requires_grad_(True)
+        loss = model(ids, labels=ids, cache=EvictionCache(None, model)).loss
+        with pytest.raises(ValueError, match="no gradient goes through an EvictionCache"):
+            loss.backward()
 
 
 # ---- sliding-window layers stay transformers' own

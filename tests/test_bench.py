@@ -14,6 +14,7 @@ from learnkv.evaluation.pipeline_speed import PipelineSettings
 from learnkv.evaluation.roofline import Case, Ceilings, Prepared, Work
 from learnkv.evaluation.speed import BenchSettings
 from learnkv.evaluation.stream import CONTENDERS, StreamSettings, listed, losses, perplexities, text_of
+from learnkv.evaluation.whole_model import Whole
 from learnkv.gates.kvp import KVPConfig
 from learnkv.training import TrainSettings
 from tests.recording import byte_tokenizer, tiny_model
@@ -145,14 +146,16 @@ def test_a_baseline_that_fails_is_named_and_the_others_are_measured(monkeypatch)
 def test_a_run_within_a_budget_says_what_it_left_out_and_leaves_json_and_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kernel_speed, "cases", lambda sizes: list(cases("tiny")))
     monkeypatch.setattr(roofline, "SECONDS_A_CASE", 0.0)
+    monkeypatch.setattr(kernel_speed, "LAPTOP", Whole(2, 2, 2, 8, (90,), (200, 40), 2))
     out = tmp_path / "there" / "kernels"
     assert config.main(bench.run, bench.BenchCommand, ["part=kernels", "device=cpu", "budget_s=0.001", f"out={out}"]) == 0
     said = capsys.readouterr().out
-    assert said.count("not measured, the time was used up") == len(list(cases("tiny")))
+    assert said.count("not measured, the time was used up") == len(list(cases("tiny"))) + 1
     assert config.main(bench.run, bench.BenchCommand, ["part=kernels", "device=cpu", f"out={out}"]) == 0
     assert "not measured" not in capsys.readouterr().out
     found = json.loads(out.with_suffix(".json").read_text())
     assert len(found["lines"]) == len(list(cases("tiny"))) and not found["left_out"] and found["machine"]["torch"]
+    assert [f["what"].rpartition(", ")[2] for f in found["whole"]] == ["full", "SnapKV to 40"]
     assert out.with_suffix(".png").stat().st_size > 10_000
 
 

@@ -135,7 +135,7 @@ def test_an_integer_budget_is_the_same_for_every_row():
     assert resolve(64, torch.tensor([1000, 3])).tolist() == [64, 64]
 
 
-@pytest.mark.parametrize("kept", [0.0, -0.1, 1.01, 20, math.nan, math.inf])
+@pytest.mark.parametrize("kept", [0.0, -0.1, 1.01, 20, math.nan, math.inf, "a", None, True])
 def test_a_ratio_outside_0_to_1_is_refused(kept):
     with pytest.raises(ValueError, match="budget ratio"):
         Ratio(kept)

@@ -25,6 +25,7 @@ from learnkv.methods import METHODS
 from learnkv.models import describe
 from learnkv.observation import Scorer, Slots
 from learnkv.policy import Policy
+from learnkv.runtime import step as runtime_step
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many, together
 from learnkv.runtime.pages import PAGE
@@ -593,6 +594,19 @@ def test_caches_of_one_prefill_answer_together_as_each_alone(model):
     assert {cache.get_seq_length() for cache in caches} == {40}
 
 
+def test_caches_together_can_be_reordered_and_repeated(model):
+    with attach(model):
+        caches = prefill_many(model, prompt(40), [policy(), policy(KeyNorm(), 17)])
+        swapped, doubled = together(caches, model), together(caches, model)
+        swapped.reorder_cache(torch.tensor([1, 0]))
+        doubled.batch_repeat_interleave(2)
+        assert swapped.lengths()[0, :, 0].tolist() == [17, 12] and doubled.lengths()[0, :, 0].tolist() == [12, 12, 17, 17]
+        question = prompt(3, seed=4)
+        alone = [model(question, cache=cache.clone()).logits[0] for cache in caches]
+        assert torch.allclose(model(question.expand(2, -1), cache=swapped).logits, torch.stack(alone[::-1]), atol=1e-5)
+        model(question.expand(4, -1), cache=doubled)
+
+
 def test_caches_that_saw_different_prompts_are_refused_together(llama):
     with attach(llama):
         caches = [prefill_many(llama, prompt(n), [None])[0] for n in (9, 11)]
@@ -734,3 +748,49 @@ def test_the_peak_counts_sliding_layers(llama):
     sliding = sum(t.nbytes for layer in cache.sliding for t in (layer.keys, layer.values))
     stored = 2 * 100 * (2 * 8 * 4 + 4)  # keys, values and positions of one layer before it evicts
     assert cache.report().peak >= sliding + stored
+
+
+@pytest.mark.parametrize(
+    ("pin", "text"),
+    [((0, 5, 10**30), "pin: stop=10+ is above"), ((0, 1.5, 3), r"pin: start=1\.5 is no whole number"), (("a", 1, 3), "row='a'")],
+)
+def test_a_pin_that_counts_no_tokens_is_refused(llama, pin, text):
+    with pytest.raises(ValueError, match=text):
+        EvictionCache(policy(), llama).pin(*pin)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_window_far_above_the_prompt_holds_what_was_seen_and_scores_as_one_of_its_length(llama, rows, monkeypatch):
+    monkeypatch.setattr(runtime_step, "WHOLE_WINDOW", 2)
+    (ids, mask), kept = left_padded([prompt(21)[0], prompt(13)[0]][:rows]), []
+    for window in (2**31 - 1, 40):
+        cache = EvictionCache(policy(SnapKV(observation_window=window)), llama)
+        with attach(llama):
+            generate(llama, ids, cache, attention_mask=mask)
+        kept.append(cache.kept_positions())
+        assert cache.states[0].queries.shape[2] <= 64
+    assert all(torch.equal(mine, other) for mine, other in zip(*kept, strict=True))
+
+
+def test_no_cache_is_made_of_anything_but_a_policy(llama):
+    for make in (lambda: EvictionCache("snapkv", llama), lambda: EvictionCache(policy(), llama, decode="snapkv")):
+        with pytest.raises(ValueError, match=r"takes a Policy, this is 'snapkv'; methods\.METHODS"):
+            make()
+
+
+def test_taking_no_row_is_refused(llama):
+    cache = EvictionCache(policy(), llama)
+    with attach(llama):
+        llama(prompt(9, rows=2), cache=cache)
+    with pytest.raises(ValueError, match="holds 2 rows and 0 are asked for"):
+        cache.reorder_cache(torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="repeats=0 leaves no row of 2"):
+        cache.batch_repeat_interleave(0)
+
+
+def test_a_cache_that_holds_tokens_is_not_saved(llama, tmp_path):
+    cache = EvictionCache(policy(), llama)
+    with attach(llama):
+        llama(prompt(9), cache=cache)
+    with pytest.raises(ValueError, match="can't be pickled or saved"):
+        torch.save(cache, tmp_path / "cache.pt")

@@ -217,3 +217,18 @@ def test_arguments_of_a_command_give_it_again(text):
 
 def test_arguments_name_only_what_is_not_the_recipes():
     assert config.arguments(Typed(inner=Inner(rate=0.5))) == "recipe= inner.rate=0.5"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"), [("1: 2", "1"), ("on: 3", "True"), ("1.5: 2", "1.5"), ("null: 3", "NoneType"), ("train: {yes: 2}", "True")]
+)
+def test_keys_that_yaml_reads_as_other_than_text_are_refused(recipe, text, key):
+    with pytest.raises(ValueError, match=rf"own\.yaml has .*{key}.*write it in quotes, or drop it"):
+        config.load([recipe(text)], Recipe)
+
+
+def test_a_file_in_the_place_of_a_folder_is_named_so(tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(FileExistsError) as caught:
+        (tmp_path / "out").mkdir(exist_ok=True)
+    assert config.one_line(caught.value) == f"{tmp_path / 'out'} is a file, where a folder should be made; give another path"

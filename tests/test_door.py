@@ -46,7 +46,8 @@ def test_cuda_tensors_take_triton_unless_the_reference_is_forced(monkeypatch):
     assert ops.side_of([CUDA]) == "reference"
 
 
-def test_what_forces_a_side_ends_with_its_block_after_an_error_too():
+def test_what_forces_a_side_ends_with_its_block_after_an_error_too(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(KeyError), ops.use("triton"):
         assert ops.side_of([torch.ones(1)]) == "triton"
         raise KeyError
@@ -62,11 +63,23 @@ def test_an_unknown_side_is_refused_by_name(named, monkeypatch):
         ops.side_of([torch.ones(1)])
 
 
+def test_triton_on_cpu_tensors_says_what_to_do(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with ops.use("triton"), pytest.raises(ValueError, match="tensors are on cpu; move them to CUDA, start Python with TRITON_INTERPRET=1"):
+        ops.budget_reward(torch.ones(3))
+
+
+def test_an_empty_variable_names_no_side(monkeypatch):
+    monkeypatch.setenv("LEARNKV_KERNELS", "")
+    assert ops.side_of([torch.ones(1)]) == "reference"
+
+
 def test_cuda_tensors_without_triton_are_an_error_with_a_hint(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
     monkeypatch.setattr(ops, "import_module", missing)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     with (
         ops.use("triton"),
         pytest.raises(RuntimeError, match=r"ops\.budget_reward .* pip install triton, or set LEARNKV_KERNELS=reference"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 
 import pytest
 import torch
@@ -82,6 +84,15 @@ def test_the_context_comes_from_a_file_or_standard_input(ask, tmp_path, monkeypa
     ("arguments", "message"),
     [
         (["file=/nowhere/notes.txt"], "/nowhere/notes.txt can't be read (No such file or directory)"),
+        (["file=/dev/full"], "/dev/full is a device or socket"),
+        (["file=/"], "/ can't be read (Is a directory)"),
+        ([f"prompt={CONTEXT}", "budget=1e30"], "is above 2**31 - 1"),
+        ([f"prompt={CONTEXT}", f"num_recent={10**12}"], "num_recent=1000000000000 is above 2**31 - 1"),
+        (
+            [f"prompt={CONTEXT}", f"method=snapkv(kernel_size={10**23 + 1})"],
+            "SnapKV: kernel_size=100000000000000000000001 is above 2**31 - 1",
+        ),
+        ([f"prompt={CONTEXT}", "method=qfilter(filters=/tmp)"], "filters=/tmp is no file"),
         (["prompt="], "the context from prompt is empty"),
         (["prompt=   "], "the context from prompt is empty"),
         (["prompt=a"], "the context is 1 token(s)"),
@@ -104,6 +115,21 @@ def test_what_cannot_work_is_refused_in_one_line(ask, arguments, message):
     assert status == 2
     assert error.startswith("error: ") and "\n" not in error
     assert message in error
+
+
+def test_a_gate_that_is_not_shipped_here_is_said_to_be_looked_for_in_the_working_folder(ask, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, error = ask(f"prompt={CONTEXT}", "method=kvp")
+    assert status == 2
+    assert f"checkpoints/kvp-smollm2-135m, is looked for in the working folder, {tmp_path}" in error
+
+
+def test_a_named_pipe_is_read(ask, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(CONTEXT,))
+    writer.start()
+    assert ask(f"file={tmp_path / 'pipe'}", "budget=0.5")[0] == 0
+    writer.join()
 
 
 def test_a_policy_is_made_of_method_and_budget(folder):

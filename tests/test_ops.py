@@ -131,3 +131,29 @@ def test_select_takes_the_best_and_of_equal_scores_the_later_position():
         [True] * 4 + [False],
         [True] * 4 + [False],
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_scores_that_are_not_float32_are_refused_in_words(dtype):
+    scores, positions = torch.rand(1, 2, 5).to(dtype), torch.arange(5, dtype=torch.int32).expand(1, 2, 5)
+    with pytest.raises(ValueError, match=r"ops\.select ranks float32 scores, these are"):
+        ops.select(scores, positions, torch.full((1, 2), 3))
+    with pytest.raises(ValueError, match=r"ops\.evict_slot ranks float32 scores, these are"):
+        ops.evict_slot(scores, positions, positions < 0)
+
+
+@pytest.mark.parametrize("knob", ["over_group", "over_queries"])
+def test_column_mass_refuses_a_reduction_it_does_not_have(knob):
+    with pytest.raises(ValueError, match=rf'ops\.column_mass\({knob}="median"\): there are sum, mean, max'):
+        ops.column_mass(*attention_case(), 0.7, **{knob: "median"})
+
+
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0}, {"T": 0}, {"L": 0}, {"B": 0, "T": 1}])
+def test_mass_of_nothing_is_nothing(sizes):
+    B, H, T, L = ({"B": 2, "H": 2, "T": 5, "L": 7} | sizes).values()
+    queries, keys = torch.ones(B, H * 3, T, 4), torch.ones(B, H, L, 4)
+    positions = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, H, L, dtype=torch.int32)
+    assert torch.equal(ops.row_lse(queries, keys[:, :, :0], positions[0], positions[1][..., :0], 1.0), torch.full((B, H * 3, T), -math.inf))
+    for over_queries in ("sum", "mean", "max"):
+        mass = ops.column_mass(queries, keys, *positions, 1.0, over_queries=over_queries)
+        assert mass.shape == (B, H, L) and (T > 0 or not mass.any())

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learnkv.budgets import Adaptive, Ratio, adaptive, adaptive_global, uniform
+from learnkv.heuristics.chunkkv import ChunkKV
+from learnkv.heuristics.random import Random
+from learnkv.heuristics.snapkv import SnapKV
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.observation import Observation, Scorer
 from learnkv.policy import Policy
@@ -161,6 +164,31 @@ def test_nan_scores_are_refused_with_the_scorer_and_the_layer():
         Policy(ByPosition(table), 6, num_sinks=0, num_recent=0).select([observe([make_row(20)], layer=1)])
 
 
+def test_layers_before_a_nan_are_not_said_to_be_as_they_were():
+    table = torch.full((2, 20), math.nan)
+    with pytest.raises(ValueError, match="layer 1, which keeps all it holds; earlier layers may have evicted already: reset"):
+        Policy(ByPosition(table), 6, num_sinks=0, num_recent=0).select([observe([make_row(20)], layer=1)])
+
+
+@pytest.mark.parametrize(
+    ("scores", "text"),
+    [
+        (None, "NoneType for scores"),
+        ([1.0, 2.0], "list for scores"),
+        (torch.zeros(1, 1, 20), r"scores of shape \[1, 1, 20\]"),
+        (torch.zeros(20), r"scores of shape \[20\]"),
+        (torch.zeros(1, 2, 19), r"scores of shape \[1, 2, 19\]"),
+    ],
+)
+def test_scores_of_another_kind_or_shape_are_refused_with_the_scorer_and_the_layer(scores, text):
+    class Odd(Scorer):
+        def score(self, obs: Observation) -> Tensor:
+            return scores
+
+    with pytest.raises(ValueError, match=rf"Odd gave {text} in layer 1; a scorer gives a tensor \[B, H, L\], here \[1, 2, 20\]"):
+        Policy(Odd(), 6, num_sinks=0, num_recent=0).select([observe([make_row(20)], layer=1)])
+
+
 @dataclass(frozen=True, eq=False)
 class Reversed(ByPosition):
     """Scores as the table says, and has the last word the other way round; NaN where the policy decides."""
@@ -209,6 +237,15 @@ def test_half_precision_scores_are_compared_in_float32():
         ({"budget": 0, "num_sinks": 0, "num_recent": 0}, "budget=0 is smaller than 1"),
         ({"budget": 0.2}, r"budget=0.2 is neither"),
         ({"budget": True}, "budget=True is neither"),
+        ({"budget": 2**63}, r"budget=9223372036854775808 is above 2\*\*31 - 1"),
+        ({"num_recent": 10**24}, "num_recent=10+ is above"),
+        ({"interval": 10**24}, "interval=10+ is above"),
+        ({"num_sinks": 4.5}, r"num_sinks=4\.5 is no whole number"),
+        ({"allocate": 3}, r'allocate is 3, no Allocator; give one, as budgets\.ALLOCATORS\["adaptive"\] is'),
+        ({"allocate": "adaptive"}, "allocate is 'adaptive', no Allocator"),
+        ({"scorer": "snapkv"}, r"scorer is 'snapkv', no Scorer; methods\.METHODS"),
+        ({"scorer": SnapKV(observation_window=10**24)}, "SnapKV: observation_window=10+ is above"),
+        ({"scorer": ChunkKV(SnapKV(kernel_size=10**24 + 1))}, "SnapKV: kernel_size=10+1 is above"),
         ({"num_sinks": -1}, "num_sinks=-1"),
         ({"num_recent": -2}, "num_recent=-2"),
         ({"interval": 0}, "interval=0"),
@@ -216,7 +253,11 @@ def test_half_precision_scores_are_compared_in_float32():
 )
 def test_rules_that_cannot_be_kept_are_refused(knobs, text):
     with pytest.raises(ValueError, match=text):
-        Policy(StreamingLLM(), **{"budget": 64, **knobs})
+        Policy(**{"scorer": StreamingLLM(), "budget": 64, **knobs})
+
+
+def test_a_seed_counts_nothing_and_may_be_any_number():
+    assert Policy(Random(seed=2**40), 64).scorer == Random(seed=2**40)
 
 
 @pytest.mark.parametrize(

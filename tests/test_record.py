@@ -1,4 +1,5 @@
 import errno
+import json
 import multiprocessing
 import random
 import shutil
@@ -336,6 +337,12 @@ def test_settings_out_of_range_are_refused():
         RecordSettings(shard_mib=0)
 
 
+def test_nothing_to_record_is_refused():
+    for nothing in ({"num_tokens": []}, {"kinds": []}, {"train": 0, "heldout": 0}):
+        with pytest.raises(ValueError, match="nothing to record"):
+            RecordSettings(**nothing)
+
+
 # ---- the command
 
 
@@ -366,6 +373,22 @@ def test_the_command_records_the_users_own_prompts(recipe, tmp_path, capsys):
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     assert config.main(run, RecordCommand, [f"recipe={recipe}", f"prompts={tmp_path / 'mine.jsonl'}"]) == 0
     assert "recorded: 1 heldout, 10 train" in capsys.readouterr().out
+
+
+def test_equal_contexts_of_the_users_own_never_lie_on_both_sides(tmp_path):
+    contexts = [f"Day {i % 9 if i > 4 else 0}." for i in range(40)]
+    lines = [json.dumps({"context": c, "question": f"Which {i}?", "answer": "grey"}) for i, c in enumerate(contexts)]
+    (tmp_path / "mine.jsonl").write_text(
+        "\n".join([*lines, *(json.dumps({"context": f"{i}", "question": "", "answer": "a"}) for i in range(5))])
+    )
+    made = make_prompts(RecordSettings(), byte_tokenizer(), str(tmp_path / "mine.jsonl"))
+    sides = {split: {p.context for p in made if p.split == split} for split in ("train", "heldout")}
+    assert len(made) == 45 and sides["heldout"] and not sides["train"] & sides["heldout"]
+
+
+def test_contexts_beyond_the_models_positions_are_refused_before_they_are_made(recipe, capsys):
+    assert config.main(run, RecordCommand, [f"recipe={recipe}", "record.num_tokens=100000000"]) == 2
+    assert "record.num_tokens=100000000, and" in capsys.readouterr().err
 
 
 def test_the_command_refuses_in_one_line(recipe, tmp_path, capsys):

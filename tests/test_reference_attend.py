@@ -1,5 +1,6 @@
 """Log-sum-exp, mass and remembered mass of attention over pages, against the same sums written plainly in float64."""
 
+import pytest
 import torch
 
 from learnkv import ops
@@ -62,3 +63,27 @@ def test_mass_is_added_to_one_column_of_held_pages():
         want[page, :, 1] = 0.5 * want[page, :, 1] + mass[0, h, column * P : column * P + P]
     ops.mass_update(memory[..., 1], table, mass, 0.5)
     torch.testing.assert_close(memory, want)
+
+
+EMPTY = [
+    {"B": 0, "N": 0, "pages": 0},
+    {"B": 0},
+    {"H": 0},
+    {"T": 0},
+    {"N": 0},
+    {"N": 0, "pages": 0},
+    {"pages": 0},
+    {"pages": 0, "T": 5, "N": 40},
+]
+
+
+@pytest.mark.parametrize("sizes", EMPTY, ids=str)
+def test_attention_over_nothing_is_0_and_its_lse_minus_infinity(sizes):
+    B, H, T, N, pages = ({"B": 2, "H": 2, "T": 3, "N": 4, "pages": 2} | sizes).values()
+    queries, keys, values = torch.ones(B, H * 3, T, D), torch.ones(N, P, D), torch.ones(N, P, D)
+    table, positions = torch.full((B, H, pages), -1, dtype=torch.int32), torch.full((N, P), -1, dtype=torch.int32)
+    call = queries, keys, values, positions, table, torch.full((B, T), 9), SCALE
+    (with_lse, lse), (with_mass, mass) = ops.attend_with_lse(*call), ops.attend_with_mass(*call)
+    for out in (ops.attend(*call), with_lse, with_mass):
+        assert torch.equal(out, torch.zeros_like(queries))
+    assert torch.equal(lse, torch.full(queries.shape[:3], float("-inf"))) and torch.equal(mass, torch.zeros(B, H, pages * P))

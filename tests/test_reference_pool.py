@@ -79,3 +79,12 @@ def test_without_slots_mass_is_empty_and_lse_minus_infinity():
     case = torch.ones(1, 2, 3, 8), torch.ones(1, 1, 0, 8), torch.ones(1, 3).long(), torch.ones(1, 1, 0).long()
     assert ops.column_mass(*case, 1.0).shape == (1, 1, 0)
     assert (ops.row_lse(*case, 1.0) == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "text"),
+    [({"pooling": "median"}, "there are max, mean"), ({"kernel_size": 4}, "has no middle slot"), ({"kernel_size": -1}, "no middle")],
+)
+def test_pool_refuses_a_reduction_it_does_not_have_and_a_size_without_a_middle(knobs, text):
+    with pytest.raises(ValueError, match=rf"ops\.pool\(.*{text}"):
+        ops.pool(torch.rand(1, 2, 9), torch.arange(9).expand(1, 2, 9), **{"kernel_size": 3, "pooling": "max", **knobs})

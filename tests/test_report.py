@@ -68,6 +68,23 @@ def test_torn_last_line_is_dropped_and_the_file_goes_on(tmp_path, torn):
     assert [r.prompt for r in read_rows(path)] == ["p0", "p1"]
 
 
+@pytest.mark.parametrize("foreign", [b'{"precious": "data"}', b"notes", b"{}"])
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path, foreign):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(foreign)
+    with pytest.raises(ValueError, match="is no row of a comparison"):
+        RowFile(path)
+    assert path.read_bytes() == foreign
+
+
+def test_an_edited_figure_is_an_error_with_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    RowFile(path).append(row(nll=0.5))
+    path.write_text(path.read_text().replace('"nll": 0.5', '"nll": 0.1'))
+    with pytest.raises(ValueError, match="line 1: its figures do not fit its checksum"):
+        read_rows(path)
+
+
 def test_broken_line_inside_the_file_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "rows.jsonl"
     for prompt in ("p0", "p1"):

@@ -1,5 +1,8 @@
+import errno
 import json
+import subprocess
 from dataclasses import replace
+from threading import Event, Thread
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -88,6 +91,43 @@ def test_draws_depend_on_seed_and_step_only_and_every_epoch_visits_every_trace_o
     flat = [index for draw in drawn for index in draw]
     assert [sorted(flat[i : i + 3]) for i in range(0, 12, 3)] == [[0, 1, 2]] * 4
     assert len({tuple(traces.order(seed, epoch)) for seed in range(4) for epoch in range(4)}) > 1
+
+
+def test_two_writers_at_once_leave_a_whole_file_of_one_of_them(tmp_path):
+    path, half_way, done = tmp_path / "file", Event(), Event()
+
+    def slowly(to):
+        to.write_text("slow")
+        half_way.set()
+        done.wait(10)
+
+    slow = Thread(target=format.write_atomically, args=(path, slowly))
+    slow.start()
+    half_way.wait(10)
+    format.write_atomically(path, lambda to: to.write_text("fast"))
+    assert path.read_text() == "fast"
+    done.set()
+    slow.join()
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"file": "slow"}
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write_and_what_others_write_stays(tmp_path):
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    mine, others = tmp_path / "file.1.5.tmp", tmp_path / "file.other.tmp"
+    for left in (tmp_path / f"file.{killed.pid}.5.tmp", mine, others):
+        left.write_text("left")
+    format.write_atomically(tmp_path / "file", lambda to: to.write_text("new"))
+    assert {p.name for p in tmp_path.iterdir()} == {"file", mine.name, others.name}
+
+
+def test_a_full_disk_names_the_file_that_could_not_be_written(tmp_path):
+    def fill(to):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"table\.md") as error:
+        format.write_atomically(tmp_path / "table.md", fill)
+    assert error.value.errno == errno.ENOSPC
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path):

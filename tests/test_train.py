@@ -15,6 +15,7 @@ from learnkv.evaluation.reward import rewards, score_trace
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.methods import METHODS
 from learnkv.traces.dataset import TraceDataset
+from learnkv.traces.format import alone
 from learnkv.train import TrainCommand, name_of, run
 from tests.observations import Row, observe
 from tests.recording import byte_tokenizer, tiny_model
@@ -54,7 +55,24 @@ def test_one_command_records_trains_and_compares(recipe, capsys):
     assert load_gate(folder).knobs()["width"] == 6
     for name in ("kvp", "random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"):
         assert out.count(f"\n{name}") >= 2, name
-    assert f"next: python -m learnkv.generate model={recipe.parent / 'model'} gate={folder} compare=true" in out
+    assert f"next: python -m learnkv.generate model={recipe.parent / 'model'} method=kvp+adaptive:{folder} compare=true" in out
+
+
+def test_a_folder_that_another_run_trains_into_is_refused_and_left_alone(recipe, capsys):
+    folder = Path("checkpoints/runs/tiny")
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("the other's")
+    with alone(folder, "training into"):
+        assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0"]) == 2
+    assert f"another process is training into {folder}" in capsys.readouterr().err
+    assert (folder / "recipe.yaml").read_text() == "the other's"
+
+
+def test_a_folder_in_the_place_of_the_last_checkpoint_is_named(recipe, capsys):
+    folder = Path("checkpoints/runs/tiny/last.ckpt")
+    folder.mkdir(parents=True)
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0", "resume=never"]) == 2
+    assert f"{folder} is a folder, where this command keeps a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -119,6 +137,10 @@ def test_a_refused_command_loses_nothing_of_the_run_that_it_would_start_over(rec
         ("gate.width=wide", "width"),
         ("train.cut=unifrom", "cut"),
         ("train.steps=0", "train.steps=0"),
+        ("train.weight_decay=nan", "train.weight_decay=nan is no finite number"),
+        ("train.min_lr=nan", "train.min_lr=nan is no finite number"),
+        ("train.lr=inf", "train.lr=inf is no finite number"),
+        ("train.clip=inf", "train.clip=inf is no finite number"),
         ("resume=maybe", "resume"),
     ],
 )

@@ -134,6 +134,17 @@ def test_another_file_in_the_place_of_the_last_checkpoint_is_one_clear_error(tra
         train(str(traces.folder), str(tmp_path))
 
 
+def test_a_checkpoint_of_something_else_is_one_clear_error(finished, traces, tmp_path):
+    torch.save({"a": 1}, tmp_path / LAST)
+    with pytest.raises(ValueError, match=r"last\.ckpt lacks pytorch-lightning_version, .*delete it"):
+        train(str(traces.folder), str(tmp_path))
+    other = torch.load(finished[1] / LAST, weights_only=True)
+    other["state_dict"]["gate.scale"] = torch.ones(7)
+    torch.save(other, tmp_path / LAST)
+    with pytest.raises(ValueError, match=r"gate\.scale of shape \(7,\), this gate \(3, 2\)"):
+        train(str(traces.folder), str(tmp_path))
+
+
 def test_a_truncated_last_checkpoint_is_one_clear_error(finished, traces, tmp_path):
     (tmp_path / LAST).write_bytes((finished[1] / LAST).read_bytes()[:1000])
     with pytest.raises(ValueError, match="truncated or was edited"):

@@ -119,13 +119,24 @@ def open_gates(entry: Entry, model: PreTrainedModel, num_sinks: int, num_recent:
     """A gate per folder; without a path the shipped one for the bundled model."""
     if entry.knobs:
         raise ValueError(f"method {entry}: the settings of {entry.name} were fixed in training; give a folder instead, {entry.name}:folder")
-    folders = entry.folders() or [f"checkpoints/{entry.name}-smollm2-135m"]
+    folders = entry.folders() or [shipped_gate(entry.name)]
     loaded = [gate_contender(load_gate(f, model), f, str(entry), entry.allocator or "uniform", num_sinks, num_recent) for f in folders]
     for contender in loaded:
         if contender.scorer != entry.name:
             kind = contender.scorer
             raise ValueError(f"method {entry}: the gate in {contender.run} is a {kind}; write {kind}:{contender.run}")
     return loaded
+
+
+def shipped_gate(name: str) -> str:
+    """The folder of the gate that this repository ships for the bundled model."""
+    folder = f"checkpoints/{name}-smollm2-135m"
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"method {name} names no gate, and the shipped one, {folder}, is looked for in the working folder, {Path.cwd()}, which has "
+            f"none; run in a clone of learnkv, or give a folder: {name}:folder"
+        )
+    return folder
 
 
 def gate_contender(gate: Gate, run: str, line: str, allocator: str = "uniform", num_sinks: int = 4, num_recent: int = 16) -> Contender:

@@ -1,13 +1,17 @@
-"""`bench kernels`: right first, then how fast, every op beside its floor; and `dry`, which compiles and foretells without a GPU."""
+"""`bench kernels`: right first, then how fast, every op beside its floor, then a whole model; and `dry`, which foretells without a GPU."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice, repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +19,9 @@ import torch
 
 from learnkv.evaluation.op_cases import cases
 from learnkv.evaluation.roofline import H200, Case, Ceilings, Line, ceilings_of, draw, measure, relative_error, span
+from learnkv.evaluation.speed import Figure
+from learnkv.evaluation.whole_model import GPU, LAPTOP, whole_model
+from learnkv.traces.format import write_atomically
 
 if TYPE_CHECKING:
     from learnkv.ops import Build
@@ -25,30 +32,48 @@ GATHERED = ("torch", "triton", "numpy")
 
 @dataclass(frozen=True)
 class Measured:
-    """A run: the machine, its ceilings, the lines, and the names of the cases that time left out."""
+    """A run: the machine, its ceilings, the lines, the names of what time left out, and the figures of a whole model."""
 
     machine: dict[str, str]
     ceilings: Ceilings
     lines: list[Line]
     left_out: list[str]
+    whole: list[Figure]
 
 
+WHOLE_S = {"cuda": 90.0, "cpu": 15.0}  # seconds that the whole model is given
 Progress = Callable[[Sequence[Case]], Iterable[Case]]
 
 
 def measured(device: torch.device, dtype: torch.dtype, budget_s: float, progress: Progress) -> Measured:
-    """All cases: every op checked at a small size, then timed at the sizes of the device, while the budget lasts."""
+    """All cases: every op checked at a small size, then timed at the sizes of the device, then a whole model, while the budget lasts."""
     begin = time.perf_counter()
+    if device.type == "cuda":
+        prime(dtype)
     refuse_wrong(device, dtype)
     found = list(cases("gpu" if device.type == "cuda" else "laptop"))
     ceilings, lines, left_out = ceilings_of(device, dtype), [], []
     for case in progress(found):
-        if time.perf_counter() - begin < budget_s:
+        if time.perf_counter() - begin < budget_s - WHOLE_S[device.type]:
             torch.manual_seed(0)
             lines.append(measure(case, device, dtype, ceilings))
         else:
             left_out.append(case.name)
-    return Measured(machine(device, dtype), ceilings, lines, left_out)
+    if time.perf_counter() - begin + WHOLE_S[device.type] > budget_s:
+        return Measured(machine(device, dtype), ceilings, lines, [*left_out, "a whole model"], [])
+    whole = list(whole_model(device, dtype, GPU if device.type == "cuda" else LAPTOP))
+    return Measured(machine(device, dtype), ceilings, lines, left_out, whole)
+
+
+def prime(dtype: torch.dtype) -> None:
+    """Compiles what `refuse_wrong` runs, in several processes: they leave it in Triton's cache on disk."""
+    found = len(list(cases("tiny")))
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), get_context("spawn")) as pool:
+        list(pool.map(prime_one, range(found), repeat(dtype)))
+
+
+def prime_one(index: int, dtype: torch.dtype) -> None:
+    next(islice(cases("tiny"), index, None)).prepare(torch.device("cuda"), dtype).run()
 
 
 def refuse_wrong(device: torch.device, dtype: torch.dtype) -> None:
@@ -83,10 +108,8 @@ def write(result: Measured, out: Path) -> None:
     """`out`.json and `out`.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**asdict(result), "lines": [asdict(line) for line in result.lines]}, indent=1)
-    part = out.with_suffix(".json.part")
-    part.write_text(text)
-    part.replace(out.with_suffix(".json"))
-    draw(result.lines, result.ceilings, out.with_suffix(".png"))
+    write_atomically(out.with_suffix(".json"), lambda to: to.write_text(text))
+    write_atomically(out.with_suffix(".png"), lambda to: draw(result.lines, result.ceilings, to))
 
 
 def compiled(builds: Mapping[str, Build]) -> list[list[str]]:

@@ -223,7 +223,7 @@ def plot(summaries: Sequence[Summary], path: Path) -> None:
         draw(axes[1], known, lambda s: Interval(s.span_kept or 0.0, math.nan, math.nan), "share of the answer's tokens kept")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
 
 
 def draw(axis, summaries: Sequence[Summary], figure: Callable[[Summary], Interval], label: str) -> None:  # type: ignore[no-untyped-def]

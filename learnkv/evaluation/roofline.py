@@ -224,4 +224,4 @@ def draw(lines: list[Line], ceilings: Ceilings, path: Path) -> None:
     axis.grid(True, which="both", alpha=0.2)
     axis.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")

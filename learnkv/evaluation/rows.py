@@ -8,10 +8,12 @@ import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from zlib import crc32
 
 from filelock import FileLock, Timeout
 
 from learnkv.budgets import Ratio
+from learnkv.counts import check_count
 from learnkv.typed import checked
 
 FORMAT_VERSION = 2
@@ -98,6 +100,7 @@ def budget_of(value: float) -> int | Ratio:
         return Ratio(value)
     if not (math.isfinite(value) and value >= 1 and value == int(value)):
         raise ValueError(f"budget={value:g} is neither a whole number of tokens per KV head nor a fraction between 0 and 1")
+    check_count("budget", int(value))
     return int(value)
 
 
@@ -117,35 +120,55 @@ class RowFile:
             raise ValueError(f"{path}: another evaluate is writing here; wait for it, or give another evaluate.out") from error
         self.done = {row.key: row for row in read_rows(path)} if path.exists() else {}
         if path.exists():
-            os.truncate(path, whole_lines(path.read_bytes()))
+            os.truncate(path, whole_lines(path))
 
     def append(self, row: Row) -> None:
-        data = (json.dumps({"key": row.key, **asdict(row)}) + "\n").encode()
+        data = f"{line_of(row)}\n".encode()
         with self.path.open("ab", buffering=0) as file:
             if file.write(data) != len(data):
                 raise OSError(f"{self.path}: the disk took only part of a row; free some space and run again, nothing else is lost")
         self.done[row.key] = row
 
 
-def whole_lines(data: bytes) -> int:
-    """Bytes up to and including the last newline."""
-    return data.rfind(b"\n") + 1
+BEGIN = b'{"key": "'  # how every line begins
+
+
+def line_of(row: Row) -> str:
+    """The row as a line, with a checksum: an edited figure shows."""
+    values = {"key": row.key, **asdict(row)}
+    return json.dumps({**values, "crc": crc32(json.dumps(values).encode())})
+
+
+def whole_lines(path: Path) -> int:
+    """Bytes of a file up to and including the last newline.
+
+    What comes after must be the beginning of one of our lines, which a kill has torn; ValueError where it is anything else.
+    """
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    rest = data[end:]
+    if rest and not (rest.startswith(BEGIN) or BEGIN.startswith(rest)):
+        raise ValueError(f"{path}: its last line, without an end, is no row of a comparison: {rest[:40]!r}; {FOREIGN}")
+    return end
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file; a torn last line is left out, any other broken line is an error with its number."""
-    data = path.read_bytes()
-    lines = data[: whole_lines(data)].decode(errors="replace").splitlines()
+    lines = path.read_bytes()[: whole_lines(path)].decode(errors="replace").splitlines()
     return [parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def parse_row(line: str, where: str) -> Row:
     try:
         values = json.loads(line)
+        crc = values.pop("crc")
+        edited = crc != crc32(json.dumps(values).encode())
         key = values.pop("key")
         row = checked(Row(**values))
     except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{where} is no row of a comparison ({error}); {FOREIGN}") from error
     if key != row.key:
         raise ValueError(f"{where}: its key is {key} but its values give {row.key}; {FOREIGN}")
+    if edited:
+        raise ValueError(f"{where}: its figures do not fit its checksum {crc}; {FOREIGN}")
     return row

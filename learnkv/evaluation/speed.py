@@ -113,9 +113,9 @@ def selection(model: PreTrainedModel, settings: BenchSettings) -> Figure:
     with attach(model):
         for _ in range(3):
             with stopwatch(Step, "observe") as spent:
-                begin = time.perf_counter()
+                begin = now()
                 prefill(model, ids, EvictionCache(methods.policy("snapkv", Ratio(settings.kept)), model))
-                shares.append((sum(spent) / (time.perf_counter() - begin), sum(spent)))
+                shares.append((sum(spent) / (now() - begin), sum(spent)))
     share, seconds = min(shares)
     what = f"SnapKV's scoring, selection, compaction at {settings.num_tokens:,} tokens"
     return Figure(what, f"{seconds * 1000:.0f} ms, {share:.1%} of prefill", "at most 3%")
@@ -182,10 +182,17 @@ def in_turns(contenders: Mapping[str, Callable[[], object]], turns: int) -> dict
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns + 1):
         for name, run in contenders.items():
-            begin = time.perf_counter()
+            begin = now()
             run()
-            seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(now() - begin)
     return {name: min(each[1:]) for name, each in seconds.items()}
+
+
+def now() -> float:
+    """Seconds, once all that was asked of a GPU is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 @contextmanager
@@ -194,11 +201,11 @@ def stopwatch(owner: type, name: str) -> Iterator[list[float]]:
     method, spent = getattr(owner, name), []
 
     def timed(*args: object) -> object:
-        begin = time.perf_counter()
+        begin = now()
         try:
             return method(*args)
         finally:
-            spent.append(time.perf_counter() - begin)
+            spent.append(now() - begin)
 
     with mock.patch.object(owner, name, timed):
         yield spent

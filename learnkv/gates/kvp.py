@@ -103,7 +103,7 @@ class KVP(Gate):
 
     def __init__(self, config: KVPConfig, base: BaseModel) -> None:
         super().__init__(config, base)
-        heads = Heads(base.num_layers, base.num_kv_heads, config.shared)
+        heads = self.heads = Heads(base.num_layers, base.num_kv_heads, config.shared)
         self.branches = nn.ModuleList(Branch(heads, base.head_dim, config.branch_width) for _ in config.inputs)
         self.position = POSITIONS[config.positions](heads, config)
         widths = [config.branch_width * len(config.inputs) + self.position.width] + [config.width] * config.depth
@@ -132,33 +132,28 @@ class KVP(Gate):
         return super(KVP, bound).bind(model)
 
     def forward(self, features: Features, layers: slice) -> Tensor:
-        """[l, H, R] float32 scores by the weights of `layers`."""
-        parts = [branch(getattr(features, name), layers) for name, branch in zip(self.config.inputs, self.branches, strict=True)]
-        x = torch.cat([*parts, self.position(features.positions, features.num_seen, layers)], -1)
-        for layer in self.trunk:
-            x = layer(x, layers)
-        score = self.head(x, layers)[..., 0].float()
-        return score * self.scale[layers, :, None] + self.shift[layers, :, None]
+        """[l, H, R] float32 scores by the weights of `layers`, whose heads are those of one call."""
+        inputs = [one_call(getattr(features, name)) for name in self.config.inputs]
+        position = one_call(self.position(features.positions, features.num_seen, layers))
+        return ops.mlp_scorer(inputs, position, *self.weights(layers)).view(features.positions.shape)
 
     @torch.no_grad()
     def score(self, obs: Observation) -> Tensor:
         self.check_geometry(obs)
         B, H, L = obs.positions.shape
         assert obs.rope_offset is not None
-        read = self.as_read(obs.keys, obs.positions + obs.rope_offset[:, None, None])
-        inputs = [{"keys": read, "values": obs.values}[name] for name in self.config.inputs]
-        layer = slice(obs.layer, obs.layer + 1)
-        features = self.position(rows(obs.positions)[None], obs.num_seen.repeat_interleave(L), layer)
-        features = features.view(H, B, L, self.position.width).transpose(0, 1)
-        scores = ops.mlp_scorer(inputs, features, *self.weights(layer))
+        keys = self.as_read(obs.keys, obs.positions + obs.rope_offset[:, None, None])
+        num_seen = obs.num_seen.repeat_interleave(L)
+        features = Features(rows(keys)[None], rows(obs.values)[None], rows(obs.positions)[None], num_seen)
+        scores = self(features, slice(obs.layer, obs.layer + 1)).view(H, B, L).transpose(0, 1)
         return self.pooled(scores, obs.positions)
 
-    def weights(self, layer: slice) -> tuple[list[ops.BranchWeights], list[ops.TrunkWeights], Tensor, Tensor, Tensor]:
-        """One layer's part of the network as `ops.mlp_scorer` takes it, which does what `forward` does."""
-        branches = [branch.weights(layer) for branch in cast(list[Branch], self.branches)]
-        trunk = [each.weights(layer) for each in cast(list[TrunkLayer], self.trunk)]
-        head = self.head.heads.of(self.head.weight, layer)[0, :, :, 0]
-        return branches, trunk, head, self.scale[layer][0], self.shift[layer][0]
+    def weights(self, layers: slice) -> tuple[list[ops.BranchWeights], list[ops.TrunkWeights], Tensor, Tensor, Tensor]:
+        """The network of `layers` as `ops.mlp_scorer` takes it, layer by layer and head by head."""
+        branches = [branch.weights(layers) for branch in cast(list[Branch], self.branches)]
+        trunk = [each.weights(layers) for each in cast(list[TrunkLayer], self.trunk)]
+        head = self.heads.of(self.head.weight, layers)[..., 0]
+        return branches, trunk, head, self.scale[layers].flatten(), self.shift[layers].flatten()
 
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
@@ -277,6 +272,11 @@ def neighbourhood_mean(scores: Tensor, positions: Tensor, reach: int) -> Tensor:
     return total / count
 
 
+def one_call(x: Tensor) -> Tensor:
+    """[l, H, R, X] -> [1, l * H, R, X]: one batched product serves all layers."""
+    return x.flatten(0, 1)[None]
+
+
 def rows(x: Tensor) -> Tensor:
     """[B, H, L, ...] -> [H, B * L, ...]."""
     return x.transpose(0, 1).flatten(1, 2)
@@ -338,47 +338,35 @@ class Heads:
         return nn.Parameter(torch.empty(*((1, 1) if self.shared else (self.num_layers, self.num_kv_heads)), *shape))
 
     def of(self, weight: Tensor, layers: slice) -> Tensor:
-        """[l, H, ...] the weights of a run of layers."""
-        return weight.expand(self.num_layers, self.num_kv_heads, *weight.shape[2:])[layers]
+        """[l * H, ...] the weights of a run of layers."""
+        return weight.expand(self.num_layers, self.num_kv_heads, *weight.shape[2:])[layers].flatten(0, 1)
 
 
 class HeadLinear(nn.Module):
-    """One linear map per head: [l, H, R, i] -> [l, H, R, o], a batched matrix product."""
+    """Weight [.., i, o] and bias of one linear map per head."""
 
     def __init__(self, heads: Heads, size: int, width: int, bias: bool = True) -> None:
         super().__init__()
-        self.heads = heads
         self.weight = heads.weight(size, width)
         self.bias = heads.weight(1, width) if bias else None
         nn.init.normal_(self.weight, std=1 / math.sqrt(size))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, layers: slice) -> Tensor:
-        weight = self.heads.of(self.weight, layers).flatten(0, 1)  # [l * H, i, o]
-        if self.bias is None:
-            return torch.bmm(x.flatten(0, 1), weight).view(*x.shape[:3], -1)
-        return torch.baddbmm(self.heads.of(self.bias, layers).flatten(0, 1), x.flatten(0, 1), weight).view(*x.shape[:3], -1)
-
 
 class HeadNorm(nn.Module):
-    """LayerNorm over the last dimension with weight and bias per head."""
+    """Weight and bias per head of a LayerNorm over the last dimension."""
 
     def __init__(self, heads: Heads, width: int) -> None:
         super().__init__()
-        self.heads = heads
         self.weight = heads.weight(1, width)
         self.bias = heads.weight(1, width)
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, layers: slice) -> Tensor:
-        weight, bias = (self.heads.of(w, layers) for w in (self.weight, self.bias))
-        return torch.addcmul(bias, F.layer_norm(x, x.shape[-1:]), weight)
-
 
 class Branch(nn.Module):
-    """Standardise, Linear, LayerNorm: [l, H, R, D] -> [l, H, R, width].
+    """Standardise, Linear, LayerNorm.
 
     The LayerNorm has no weight and bias of its own: the linear map that follows it holds them.
     """
@@ -388,20 +376,17 @@ class Branch(nn.Module):
 
     def __init__(self, heads: Heads, head_dim: int, width: int) -> None:
         super().__init__()
+        self.heads = heads
         self.linear = HeadLinear(heads, head_dim, width)
         shape = heads.num_layers, heads.num_kv_heads, 1, head_dim
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("deviation", torch.ones(shape))
 
-    def forward(self, x: Tensor, layers: slice) -> Tensor:
-        x = self.linear((x.float() - self.mean[layers]) / self.deviation[layers], layers)
-        return F.layer_norm(x, x.shape[-1:])
-
-    def weights(self, layer: slice) -> ops.BranchWeights:
-        linear, of = self.linear, self.linear.heads.of
-        assert linear.bias is not None
-        mean, deviation = self.mean[layer][0, :, 0], self.deviation[layer][0, :, 0]
-        return ops.BranchWeights(mean, deviation, of(linear.weight, layer)[0], of(linear.bias, layer)[0, :, 0])
+    def weights(self, layers: slice) -> ops.BranchWeights:
+        """Of the heads of `layers`."""
+        assert self.linear.bias is not None
+        mean, deviation = (x[layers].flatten(0, 1)[:, 0] for x in (self.mean, self.deviation))
+        return ops.BranchWeights(mean, deviation, self.heads.of(self.linear.weight, layers), self.heads.of(self.linear.bias, layers)[:, 0])
 
     def standardise(self, x: Tensor) -> None:
         """Takes mean and deviation per head from x [layers, H, n, D]."""
@@ -414,16 +399,15 @@ class TrunkLayer(nn.Module):
 
     def __init__(self, heads: Heads, size: int, width: int) -> None:
         super().__init__()
+        self.heads = heads
         self.linear = HeadLinear(heads, size, width)
         self.norm = HeadNorm(heads, width)
 
-    def forward(self, x: Tensor, layers: slice) -> Tensor:
-        return F.silu(self.norm(self.linear(x, layers), layers))
-
-    def weights(self, layer: slice) -> ops.TrunkWeights:
-        linear, norm, of = self.linear, self.norm, self.linear.heads.of
-        assert linear.bias is not None
-        return ops.TrunkWeights(of(linear.weight, layer)[0], *(of(w, layer)[0, :, 0] for w in (linear.bias, norm.weight, norm.bias)))
+    def weights(self, layers: slice) -> ops.TrunkWeights:
+        """Of the heads of `layers`."""
+        assert self.linear.bias is not None
+        rows = (self.heads.of(w, layers)[:, 0] for w in (self.linear.bias, self.norm.weight, self.norm.bias))
+        return ops.TrunkWeights(self.heads.of(self.linear.weight, layers), *rows)
 
 
 class LogPositions(nn.Module):
@@ -459,9 +443,10 @@ class TablePositions(nn.Module):
         nn.init.normal_(self.table)
 
     def forward(self, positions: Tensor, num_seen: Tensor, layers: slice) -> Tensor:
-        table = self.heads.of(self.table, layers)
-        index = positions.clamp(0, table.shape[2] - 1).long()[..., None].expand(*positions.shape, self.width)
-        return self.norm(table.gather(2, index), layers)
+        table, weight, bias = (self.heads.of(w, layers) for w in (self.table, self.norm.weight, self.norm.bias))
+        index = positions.flatten(0, 1).clamp(0, table.shape[1] - 1).long()[..., None]  # [l * H, R, 1]
+        found = F.layer_norm(table.gather(1, index.expand(-1, -1, self.width)), (self.width,))
+        return torch.addcmul(bias, found, weight).view(*positions.shape, self.width)
 
 
 class NoPositions(nn.Module):

@@ -52,6 +52,8 @@ class QFilter(Scorer):
 
 def read_filters(path: str | Path) -> Tensor:
     """The tensor `filters` of a safetensors file."""
+    if not Path(path).is_file():
+        raise ValueError(f"filters={path} is no file; give a safetensors file, as learnkv.calibration makes it on the model that runs")
     try:
         return load_file(path)["filters"]
     except (OSError, SafetensorError, KeyError) as error:

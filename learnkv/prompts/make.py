@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from random import Random
 
@@ -69,6 +70,9 @@ def load_prompts(path: str | Path) -> list[Prompt]:
 def read_text(path: Path) -> str:
     """The text of a user's file; one that can't be read or is not UTF-8 is a ValueError that names it."""
     try:
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)):  # reading a folder says what it is
+            raise ValueError(f"{path} is a device or socket, which may have no end; give a text file, or a pipe")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text ({error}); save it as UTF-8") from error

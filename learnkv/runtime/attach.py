@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
-from typing import Literal
+from typing import Literal, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,7 @@ from transformers.masking_utils import causal_mask_function
 
 from learnkv import ops
 from learnkv.capture import attention_implementation, blocks_of, decoder_of, query_projection, stock_attention, stock_mask
+from learnkv.geometry import kv_shape
 from learnkv.policy import Policy
 from learnkv.runtime.cache import EvictionCache, broken_contract
 from learnkv.runtime.step import LayerState, ProbeStep, Step, as_typed, running
@@ -138,7 +139,7 @@ def refuse_attention(model: PreTrainedModel, decoder: PreTrainedModel, implement
 
 
 def hooks(decoder: PreTrainedModel) -> Iterator[RemovableHandle]:
-    yield decoder.register_forward_pre_hook(open_forward, with_kwargs=True)
+    yield decoder.register_forward_pre_hook(partial(open_forward, kv_shape(decoder)), with_kwargs=True)
     yield decoder.register_forward_hook(close_forward, with_kwargs=True)
     yield decoder.register_forward_hook(forget_forward, always_call=True)
     for index, block in enumerate(blocks_of(decoder)):
@@ -159,12 +160,13 @@ def by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict:
     return kwargs
 
 
-def open_forward(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def open_forward(shape: tuple[int, int, int], decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     kwargs = by_name(decoder, args, kwargs)
     cache = kwargs.get("cache")
     if isinstance(cache, StaticCache):
         raise ValueError("StaticCache evicts nothing; inside attach pass an EvictionCache, or call the model outside the block")
     if isinstance(cache, EvictionCache):
+        refuse_another_model(decoder, shape, cache)
         refuse_arguments(decoder, cache, kwargs)
         running.set(begin(cache, kwargs))
     return (), kwargs
@@ -179,13 +181,20 @@ def forget_forward(decoder: PreTrainedModel, args: tuple, output: object) -> Non
     running.set(None)
 
 
+def refuse_another_model(decoder: PreTrainedModel, shape: tuple[int, int, int], cache: EvictionCache) -> None:
+    """Raises a ValueError where a cache was made for a model of another geometry; shape of the decoder as `kv_shape` says."""
+    have, want = len(cache.layers), len(blocks_of(decoder))
+    if have != want:
+        raise ValueError(f"this EvictionCache has {have} layers, the model {want}; make it with EvictionCache(policy, model)")
+    if cache.shape != shape:
+        sides = "{} evictable layers x {} KV heads x {}".format(*cache.shape), "{} x {} x {}".format(*shape)
+        raise ValueError(f"this EvictionCache is of {sides[0]}, the model has {sides[1]}; make it with EvictionCache(policy, model)")
+
+
 def refuse_arguments(decoder: PreTrainedModel, cache: EvictionCache, kwargs: dict) -> None:
     """What can't be right beside an EvictionCache, by name."""
     if kwargs.get("output_attentions") or decoder.config.output_attentions:
         raise ValueError("output_attentions=True: an EvictionCache gives no attention weights; learnkv.capture gives queries and keys")
-    have, want = len(cache.layers), len(blocks_of(decoder))
-    if have != want:
-        raise ValueError(f"this EvictionCache has {have} layers, the model {want}; make it with EvictionCache(policy, model)")
     tokens, attention_mask = step_shape(kwargs), kwargs.get("attention_mask")
     if tokens[1] == 0:
         raise ValueError("the prompt has 0 tokens; give at least one")
@@ -199,6 +208,18 @@ def refuse_arguments(decoder: PreTrainedModel, cache: EvictionCache, kwargs: dic
         raise ValueError(
             f"attention_mask is {list(attention_mask.shape)}, but {columns} columns were seen with this forward's {tokens[1]} "
             f"({tokens[0]} rows); it covers evicted tokens and padding too: give [{tokens[0]}, {columns}]"
+        )
+    refuse_other_past(cache, attention_mask[:, : -tokens[1]])
+
+
+def refuse_other_past(cache: EvictionCache, past: Tensor) -> None:
+    """Raises a ValueError where a mask hides what was seen, or shows what was padding: the cache holds the former and not the latter."""
+    now = past.bool().sum(-1).to(cache.num_seen.device)
+    if past.shape[1] and len(now) == len(cache.num_seen) and not torch.equal(now, cache.num_seen):
+        row = int((now != cache.num_seen).nonzero()[0])
+        raise ValueError(
+            f"attention_mask shows {int(now[row])} of the earlier tokens of row {row}, this EvictionCache saw {int(cache.num_seen[row])}; "
+            "repeat the mask of the earlier forwards, with this forward's columns after it"
         )
 
 
@@ -304,7 +325,19 @@ def attend_held(step: Step, state: LayerState, module: nn.Module, query: Tensor,
         out = attend_pages(step, state, query, scale)
     with torch.no_grad(), as_typed(query.device):
         step.observe(state, query, scale)
-    return out
+    return NoGradient.apply(out) if out.requires_grad else out
+
+
+class NoGradient(torch.autograd.Function):
+    """What was attended to through a cache: its keys and values are stored without their history, so a gradient would be a wrong one."""
+
+    @staticmethod
+    def forward(ctx: object, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> NoReturn:
+        raise ValueError("no gradient goes through an EvictionCache; train without one, or run the model under torch.no_grad()")
 
 
 def attend_pages(step: Step, state: LayerState, query: Tensor, scale: float) -> Tensor:

@@ -24,7 +24,9 @@ from transformers.cache_utils import (
 
 from learnkv import budgets
 from learnkv.capture import blocks_of, decoder_of, evictable_layers, query_projection
-from learnkv.geometry import removable_frequencies
+from learnkv.counts import check_count
+from learnkv.geometry import kv_shape, removable_frequencies
+from learnkv.names import given
 from learnkv.observation import Probe, Scorer
 from learnkv.policy import Policy
 from learnkv.runtime.memory import MemoryReport
@@ -106,6 +108,7 @@ class EvictionCache(Cache):
         if positions not in ("original", "renumbered"):
             raise ValueError(f"positions={positions!r} is neither 'original' nor 'renumbered'")
         self.frozen = False
+        self.shape = kv_shape(model)
         self.take_policies(bind([policy, policy if decode is None else decode], model))
         self.decodes_by_itself = decode is not None
         scorers = [seat.scorer for seat in self.seats]
@@ -172,6 +175,8 @@ class EvictionCache(Cache):
         Rows are those that the model sees: `generate` makes num_beams or num_return_sequences rows of each prompt, one after the other.
         Pins that a budget does not hold stay above it, and a warning says so once.
         """
+        for name, value in {"row": row, "start": start, "stop": stop}.items():
+            check_count(f"pin: {name}", value)
         if row < 0 or start < 0 or stop <= start:
             raise ValueError(f"pin(row={row}, start={start}, stop={stop}): give a row from 0, and 0 <= start < stop")
         if self.get_seq_length() and row >= len(self.num_seen):
@@ -211,15 +216,20 @@ class EvictionCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one after the other."""
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats} leaves no row of {len(self.num_seen)}; give 1 or more, or reset() the cache")
         self.batch_select_indices(torch.arange(len(self.num_seen)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The rows `indices` [b], in this order."""
         self.refuse_half_run()
+        if len(self.num_seen) and not len(indices):
+            raise ValueError(f"this EvictionCache holds {len(self.num_seen)} rows and 0 are asked for; name 1 row or more, or reset() it")
         indices = torch.arange(len(self.num_seen))[indices.cpu()] if len(self.num_seen) else indices[:0].cpu()
         for state in self.states:
-            if state.pages is not None and state.queries is not None:
+            if state.pages is not None:
                 state.pages = state.pages.rows(indices.to(state.pages.table.device))
+            if state.queries is not None:
                 state.queries = state.queries[indices]
         for layer in self.sliding:
             layer.batch_select_indices(indices)
@@ -243,10 +253,10 @@ class EvictionCache(Cache):
         B, T = real.shape
         first = not self.get_seq_length() and not len(self.num_seen)
         seen, next_rope = (real.new_zeros(B, dtype=torch.int64) if first else x.to(real.device) for x in (self.num_seen, self.next_rope))
-        if not first and self.num_seen.is_inference() and not torch.is_inference_mode_enabled():
+        if not first and not torch.is_inference_mode_enabled() and self.is_inference():
             raise ValueError(
-                "this EvictionCache was filled inside torch.inference_mode(), and torch lets nobody write on it outside; "
-                "go on inside it, or fill the cache under torch.no_grad()"
+                "this EvictionCache, or a clone that shares its pages, was filled inside torch.inference_mode(), and torch lets nobody "
+                "write on it outside; go on inside it, or run all clones under torch.no_grad()"
             )
         if len(seen) != B:
             raise ValueError(f"this EvictionCache holds {len(seen)} rows and the forward has {B}; use a new cache, or reset() this one")
@@ -275,6 +285,11 @@ class EvictionCache(Cache):
         step.sliding_bytes = self.sliding_bytes()
         self.step = step
         return step
+
+    def is_inference(self) -> bool:
+        """Whether something of what is held was made inside torch.inference_mode()."""
+        pools = (state.pages.pool for state in self.states if state.pages is not None)
+        return self.num_seen.is_inference() or any(pool.keys.is_inference() for pool in pools)
 
     def refuse_half_run(self) -> None:
         if self.step is not None:
@@ -432,10 +447,19 @@ def bind(policies: Sequence[Policy | None], model: PreTrainedModel) -> list[Poli
     """The policies with scorers ready for the model; equal scorers (the same object, or equal settings) become one."""
     bound: dict[Scorer, Scorer] = {}
     for policy in policies:
+        refuse_other_than_policy(policy)
         if policy is not None and policy.scorer not in bound:
             refuse_needs(policy.scorer, model)
             bound[policy.scorer] = policy.scorer.bind(model)
     return [None if policy is None else replace(policy, scorer=bound[policy.scorer]) for policy in policies]
+
+
+def refuse_other_than_policy(policy: Policy | None) -> None:
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(
+            f'an EvictionCache takes a Policy, this is {given(policy)}; methods.METHODS["snapkv"](budget=512) makes one, '
+            'and learnkv.evict(model, "snapkv", budget=512) goes by name'
+        )
 
 
 def refuse_needs(scorer: Scorer, model: PreTrainedModel) -> None:
@@ -492,7 +516,7 @@ def last_queries(state: LayerState, seat: Seat | None) -> Tensor:
     """[B, Q, W, D] of a layer's last queries, as many as one scorer reads."""
     assert state.queries is not None
     window = 0 if seat is None else seat.scorer.observation_window
-    return state.queries[:, :, state.queries.shape[2] - window :].clone()
+    return state.queries[:, :, max(0, state.queries.shape[2] - window) :].clone()
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import RLock
+from typing import NoReturn
 from weakref import WeakSet
 
 import torch
@@ -51,6 +52,11 @@ class Pool:
             values=values.new_zeros(count, PAGE, values.shape[-1]),
             positions=torch.full((count, PAGE), -1, dtype=torch.int32, device=keys.device),
             memory=torch.zeros(count, PAGE, memory_size, device=keys.device),
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            "what an EvictionCache holds can't be pickled or saved; run the prompt again, and clone() the cache to keep a state"
         )
 
     def slots(self, table: Tensor, lengths: Tensor, ordered: bool) -> Slots:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import ClassVar, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from learnkv import ops
@@ -16,6 +17,8 @@ from learnkv.observation import Need, Observation, Probe, Scorer, Slots
 from learnkv.policy import Policy
 from learnkv.runtime.pages import Pages, Pool, pages_for
 from learnkv.runtime.positions import RenumberedSlots
+
+WHOLE_WINDOW = 512  # queries up to which a window is held in full from the start; a larger one grows with what was seen
 
 running: ContextVar[Step | ProbeStep | None] = ContextVar("learnkv_running", default=None)
 
@@ -30,7 +33,7 @@ class LayerState:
     """What one evictable layer of one cache holds.
 
     index    among the evictable layers
-    queries  [B, Q, W, D] the last W queries of each row's real tokens, 0 before the first
+    queries  [B, Q, W, D] the last W queries of each row's real tokens, 0 before the first; of a window far above what was seen, fewer
     columns  tokens seen, padding and evicted ones included: what transformers calls the length
     """
 
@@ -297,14 +300,17 @@ class Step:
     def shown(self, base: Observation, seat: Seat) -> Observation:
         """What one scorer asked for; keys, values and positions are gathered once for all."""
         W = seat.scorer.observation_window
-        queries = base.queries[:, :, base.queries.shape[2] - W :]
+        queries = base.queries[:, :, max(0, base.queries.shape[2] - W) :]
         seen = show(base, seat.scorer.needs)
         return replace(seen, queries=queries, num_queries=base.num_seen.clamp(max=W), memory_columns=seat.columns)
 
     def keep_queries(self, state: LayerState, queries: Tensor) -> None:
         """The last `window` queries of each row's real tokens."""
         queries, (B, Q, T, D), W = queries.detach(), queries.shape, self.window
+        W = min(W, max(WHOLE_WINDOW, 1 << (state.columns - 1).bit_length()))
         before = queries.new_zeros(B, Q, W, D) if state.queries is None else state.queries
+        if before.shape[2] < W:
+            before = F.pad(before, (0, 0, W - before.shape[2], 0))
         if self.padded and W:
             real = torch.cat([torch.ones(B, W, dtype=torch.bool), self.positions.cpu() >= 0], 1).to(queries.device)
             last = real.int().argsort(dim=-1, stable=True)[:, None, T:, None].expand(B, Q, W, D)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from glob import escape
 from pathlib import Path
+from threading import get_ident
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -157,17 +162,53 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file beside `path`, then puts it in its place: a reader finds the old file or the whole new one."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Lets `write` fill a file beside `path`, then puts it in its place: a reader finds the old file or the whole new one.
+
+    Two writers at once each fill a file of their own.  Raises OSError with the file's name, on a full disk for one.
+    """
+    for left in path.parent.glob(f"{escape(path.name)}.*.tmp"):
+        writer = re.fullmatch(r"\.(\d+)\.\d+\.tmp", left.name.removeprefix(path.name))
+        if writer and not alive(int(writer[1])):  # a killed process left it
+            left.unlink(missing_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{get_ident()}.tmp")
     try:
         write(temporary)
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and str(error.filename or temporary) == str(temporary):
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
     sync_folder(path.parent)
+
+
+def alive(process: int) -> bool:
+    """Whether a process of this number runs here."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextmanager
+def alone(folder: Path, doing: str) -> Iterator[None]:
+    """Holds a folder that exists for one process, until the end of the block or of the process, however it ends.
+
+    Raises ValueError where another holds it; `doing` is what that one does, "recording into".
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"another process is {doing} {folder}; wait for it, or stop it: what it has done stays") from error
+    finally:
+        os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -63,6 +61,11 @@ class RecordSettings:
         for name, least in (("train", 0), ("heldout", 0), ("max_new_tokens", 1), ("cuts", 0), ("shard_mib", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"record.{name}={getattr(self, name)} is below {least}; give {least} or more")
+        for name in ("kinds", "num_tokens"):
+            if not getattr(self, name):
+                raise ValueError(f"record.{name} is empty, so there is nothing to record; give one or more")
+        if self.train + self.heldout == 0:
+            raise ValueError("record.train=0 and record.heldout=0 leave nothing to record; give 1 or more of one of them")
         for name in self.also:
             if name not in ALSO:
                 raise unknown("record.also", name, ALSO)
@@ -91,7 +94,7 @@ class RecordSettings:
 
 
 def make_prompts(settings: RecordSettings, tokenizer: Tokenizer, path: str = "") -> list[Prompt]:
-    """The recipe's generated prompts, training ones first; or those of the user's file, every tenth of them held out.
+    """The recipe's generated prompts, training ones first; or those of the user's file, every tenth context of them held out.
 
     With the question inside the context, each question makes a prompt of its own.
     """
@@ -102,8 +105,10 @@ def make_prompts(settings: RecordSettings, tokenizer: Tokenizer, path: str = "")
 
 
 def own_prompts(path: str) -> list[Prompt]:
-    """The prompts of a user's file."""
-    return [replace(prompt, split="heldout" if i % 10 == 9 else "train") for i, prompt in enumerate(prompts.load_prompts(path))]
+    """The prompts of a user's file; equal contexts stay on one side."""
+    own = prompts.load_prompts(path)
+    contexts = {context: i for i, context in enumerate(dict.fromkeys(prompt.context for prompt in own))}
+    return [replace(prompt, split="heldout" if contexts[prompt.context] % 10 == 9 else "train") for prompt in own]
 
 
 def generated_prompts(settings: RecordSettings, tokenizer: Tokenizer) -> list[Prompt]:
@@ -402,24 +407,12 @@ class Packer:
 def prepared(plan: Plan) -> Iterator[None]:
     """The folder with its settings, without what a killed run left half written, and closed to other recordings for the while."""
     (plan.folder / PARTS).mkdir(parents=True, exist_ok=True)
-    handle = os.open(plan.folder, os.O_RDONLY)
-    try:
-        lock(handle, plan.folder)
+    with format.alone(plan.folder, "recording into"):
         for path in [*plan.folder.glob("*.tmp"), *(plan.folder / PARTS).glob("*.tmp")]:
             path.unlink()
         if not (plan.folder / format.CONFIG).exists():
             format.write_config(plan.folder, plan.config)
         yield
-    finally:
-        os.close(handle)
-
-
-def lock(handle: int, folder: Path) -> None:
-    """Holds the folder until `handle` is closed, or the process ends, however it ends."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"another process is recording into {folder}; wait for it, or stop it: what it has recorded stays") from error
 
 
 def finish(folder: Path) -> None:

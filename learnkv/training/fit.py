@@ -83,6 +83,7 @@ def go(trainer: Trainer, module: GateTraining, checkpoint: Path | None) -> None:
         raise
 
 
+START_OVER = "delete it to train from the start"
 # what unpickling gives on noise
 NOT_A_CHECKPOINT = (RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError)
 
@@ -101,9 +102,13 @@ class WholeCheckpoints(TorchCheckpointIO):
 
     def load_checkpoint(self, path: str | Path, map_location: object = None, weights_only: bool | None = None) -> dict:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            lacking = [name for name in ("pytorch-lightning_version", "state_dict", "loops", "optimizer_states") if name not in found]
         except NOT_A_CHECKPOINT as error:
-            raise ValueError(f"checkpoint {path} is truncated or was edited ({error}); delete it to train from the start") from error
+            raise ValueError(f"checkpoint {path} is truncated or was edited ({error or 'it is empty'}); {START_OVER}") from error
+        if lacking:
+            raise ValueError(f"checkpoint {path} lacks {', '.join(lacking)}: it is none of a training run; {START_OVER}")
+        return found
 
 
 class quiet_lightning:

@@ -37,6 +37,16 @@ class GateTraining(LightningModule):
         """The gate with averaged weights."""
         return cast(Gate, self.average.module)
 
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """Refuses a checkpoint of another gate's shapes."""
+        there, mine = ({name: tuple(t.shape) for name, t in state.items()} for state in (checkpoint["state_dict"], self.state_dict()))
+        for name in sorted(there.keys() | mine.keys()):
+            if there.get(name) != mine.get(name):
+                raise ValueError(
+                    f"the run's last checkpoint has {name} of shape {there.get(name)}, this gate {mine.get(name)}: it was edited, or is "
+                    "another gate's; delete it to train from the start"
+                )
+
     def train_dataloader(self) -> Steps:
         return Steps(self.traces, self.settings, self.global_rank, self.trainer.world_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,9 @@ class TrainSettings:
         for name in ("steps", "batch", "min_cut", "log_every", "eval_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} counts from 1; give 1 or more")
+        for name in ("lr", "min_lr", "weight_decay", "clip"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"train.{name}={getattr(self, name)} is no finite number; give one")
         for name in ("lr", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be above 0")

@@ -254,3 +254,14 @@ def test_arguments_that_do_not_fit_are_refused():
         kernels.attend(call[0][:, :3], *call[1:])
     with pytest.raises(ValueError, match="store both alike"):
         kernels.attend(call[0], call[1], call[2].half(), *call[3:])
+
+
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0}, {"T": 0}, {"T": 70, "N": 0}, {"N": 0, "pages": 0}, {"pages": 0}], ids=str)
+def test_attention_over_nothing_is_the_references(sizes):
+    B, H, T, N, pages = ({"B": 2, "H": 2, "T": 3, "N": 4, "pages": 2} | sizes).values()
+    table, positions = torch.full((B, H, pages), -1, dtype=torch.int32), torch.full((N, 16), -1, dtype=torch.int32)
+    keys = torch.ones(N, 16, 64)
+    call = torch.ones(B, H * 3, T, 64), keys, keys, positions, table, torch.full((B, T), 9), 0.3
+    for op in ("attend_with_lse", "attend_with_mass"):
+        for got, want in zip(run(op, call), getattr(reference, op)(*call), strict=True):
+            assert torch.equal(got, want)

@@ -229,3 +229,19 @@ def test_keys_and_queries_beyond_2_to_the_31_elements_are_found():
         got = ops.column_mass(queries, keys, *near[2:], 0.3), ops.row_lse(queries, keys, *near[2:], 0.3)
         want = ops.column_mass(*near, 0.3), ops.row_lse(*near, 0.3)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("knob", ["over_group", "over_queries"])
+def test_a_reduction_that_there_is_not_is_refused(knob):
+    queries, positions = torch.ones(1, 2, 3, 16), torch.arange(3)[None]
+    with pytest.raises(ValueError, match=knob), ops.use("triton"):
+        ops.column_mass(queries, queries, positions, positions[:, None].expand(1, 2, 3), 1.0, **{knob: "median"})
+
+
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0}, {"T": 0}, {"L": 0}], ids=str)
+def test_mass_of_nothing_is_the_references(sizes):
+    B, H, T, L = ({"B": 2, "H": 2, "T": 5, "L": 7} | sizes).values()
+    call = torch.ones(B, H * 3, T, 16), torch.ones(B, H, L, 16), torch.zeros(B, T).long(), torch.zeros(B, H, L).int(), 1.0
+    with strict(), ops.use("triton"):
+        got = ops.column_mass(*call), ops.row_lse(*call)
+    torch.testing.assert_close(got, (reference.column_mass(*call), reference.row_lse(*call)))

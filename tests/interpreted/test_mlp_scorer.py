@@ -99,13 +99,26 @@ def test_three_inputs_are_refused():
         in_triton(made(5, inputs=3))
 
 
-def test_a_gradient_is_refused_rather_than_lost():
+@pytest.mark.parametrize("W, M", [(12, 20), (40, 136)])
+def test_the_gradient_is_the_references(W, M):
+    def gradients(arguments, run) -> list[Tensor]:
+        xs, features, branches, trunk, *ends = arguments
+        leaves = [*xs, features, *(w for layer in [*branches, *trunk] for w in layer), *ends]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        score = run(arguments)
+        return list(torch.autograd.grad(score, leaves, torch.linspace(-1, 1, score.numel()).view_as(score)))
+
+    got, want = (gradients(made(40, 16, W, M), run) for run in (in_triton, lambda arguments: reference.mlp_scorer(*arguments)))
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_needs_no_gradient_gets_none():
     arguments = made(5)
     arguments[4].requires_grad_()
-    with pytest.raises(ValueError, match="no gradient"):
-        in_triton(arguments)
-    with torch.no_grad():
-        in_triton(arguments)
+    in_triton(arguments).sum().backward()
+    assert arguments[4].grad is not None and arguments[1].grad is None
 
 
 def test_large_means_beside_small_deviations_cost_no_precision():

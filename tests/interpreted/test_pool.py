@@ -58,3 +58,9 @@ def test_pool_of_no_slots_is_empty():
     for side in ("reference", "triton"):
         with strict(), ops.use(side):
             assert ops.pool(torch.ones(1, 2, 0), torch.ones(1, 2, 0).int(), kernel_size=7, pooling="max").shape == (1, 2, 0)
+
+
+@pytest.mark.parametrize("knobs", [{"pooling": "median"}, {"kernel_size": 4}])
+def test_what_the_reference_refuses_is_refused(knobs):
+    with pytest.raises(ValueError, match=r"ops\.pool"), ops.use("triton"):
+        ops.pool(*make_case(9), **{"kernel_size": 3, "pooling": "max", **knobs})

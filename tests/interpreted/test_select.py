@@ -128,3 +128,11 @@ def test_a_count_that_all_rows_share_without_a_copy_is_read_for_each():
     with strict(), ops.use("triton"):
         got = ops.select(scores, positions, count)
     assert torch.equal(got, reference.select(scores, positions, count))
+
+
+def test_scores_that_are_not_float32_are_refused_in_words():
+    scores, positions = torch.rand(2, 5).double(), torch.arange(5, dtype=torch.int32).expand(2, 5)
+    with pytest.raises(ValueError, match="ranks float32 scores"), ops.use("triton"):
+        ops.select(scores, positions, torch.full((2,), 3))
+    with pytest.raises(ValueError, match="ranks float32 scores"), ops.use("triton"):
+        ops.evict_slot(scores, positions, positions < 0)
