@@ -127,16 +127,18 @@ ARRAYS = [
     *(numpy.ndarray, numpy.dtype),
     *(type(numpy.dtype(kind)) for kind in ("float16", "float32", "float64", "int64")),
 ]
-NO_PICKLE = (RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError)  # what unpickling gives on noise
+NO_PICKLE = (RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError)  # what unpickling gives on noise
 
 
 def unpickled(path: Path) -> list[Layer]:
     """The state dicts under "module"."""
+    refuse_missing(path)
     try:
         with torch.serialization.safe_globals(ARRAYS):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except NO_PICKLE as error:
-        raise ValueError(f"{path} is no file of tensors as torch.save writes it ({str(error).splitlines()[0]})") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path} is no file of tensors as torch.save writes it ({reason})") from error
     layers = content.get("module") if isinstance(content, dict) else None
     if not isinstance(layers, list) or not all(is_layer(layer) for layer in layers):
         raise ValueError(f"{path} holds no list of layers under 'module'; take a file as its authors published it")
@@ -147,7 +149,13 @@ def is_layer(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(weight, Tensor) for weight in value.values())
 
 
+def refuse_missing(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is no file; give the one that was downloaded")
+
+
 def read_safetensors(path: Path) -> dict[str, Tensor]:
+    refuse_missing(path)
     try:
         return load_file(path)
     except SafetensorError as error:

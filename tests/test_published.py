@@ -110,13 +110,19 @@ def test_another_file_in_the_place_of_a_fast_kvzip_gate_is_one_clear_error(tmp_p
     assert "\n" not in str(caught.value) and "it ran" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("size", [0, 100, -1])
+@pytest.mark.parametrize("size", [0, 100, -100])
 def test_a_truncated_file_is_one_clear_error(fast_kvzip, size):
     path, _ = fast_kvzip
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ValueError, match="is no file of tensors") as caught:
         import_fast_kvzip(path, model_of())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [import_fast_kvzip, import_kvzap])
+def test_a_missing_file_is_named(tmp_path, read):
+    with pytest.raises(ValueError, match="nowhere is no file"):
+        read(tmp_path / "nowhere", model_of())
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ class Words:
 
 @pytest.fixture(params=CHUNKS)
 def chunk_size(request, monkeypatch):
-    """Recording in chunks of this size."""
-    monkeypatch.setattr(reconstruction, "repetitions", partial(reconstruction.repetitions, chunk_size=request.param))
+    """Contexts are repeated in chunks of this size."""
+    in_chunks = reconstruction.repetitions
+    monkeypatch.setattr(reconstruction, "repetitions", lambda ids, whole, onward, *rest: in_chunks(ids, whole, onward, request.param))
     return request.param
 
 
