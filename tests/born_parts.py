@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from learnkv import config
 from learnkv.gates import GATES
 from learnkv.gates.base import Batch
 from learnkv.gates.born import BornGate
@@ -21,6 +22,7 @@ from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Continuation, Trace, TraceConfig
 from learnkv.traces.measure import ALSO, measure
 from learnkv.traces.record import RecordSettings
+from learnkv.train import TrainCommand, config_of
 from learnkv.training import fit
 from tests.tiny_models import prompt, tiny
 from tests.training_parts import quick
@@ -61,6 +63,15 @@ def made(name: str, base: BaseModel, **knobs: object) -> BornGate:
 
 def gate_for(name: str, family: str = "llama", **knobs: object) -> BornGate:
     return made(name, describe(model_of(family)), **knobs)
+
+
+def published(recipe: str, base: BaseModel, **knobs: object) -> BornGate:
+    """The gate of a paper's recipe, without memory for its weights."""
+    command = config.load([f"recipe=paper/{recipe}", *(f"gate.{name}={value}" for name, value in knobs.items())], TrainCommand)
+    with torch.device("meta"):
+        gate = GATES[command.method](config_of(command), base)
+    assert isinstance(gate, BornGate)
+    return gate
 
 
 def batch_of(*traces: Trace, seed: int = 0, step: int = 0) -> Batch:

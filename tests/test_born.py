@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from learnkv import config
 from learnkv.checkpoint import load_gate, save_gate
 from learnkv.evaluation.reward import score_trace
 from learnkv.models import describe
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
+from learnkv.train import TrainCommand, config_of, refuse_lacking
 from tests.born_parts import BORN, batch_of, gate_for, live_scores, made, made_folder, model_of, recorded, remembered, train
 from tests.tiny_models import left_padded, prompt
 
@@ -155,6 +157,15 @@ def test_interrupted_and_resumed_equals_uninterrupted(name, tmp_path, monkeypatc
             train(name, tmp_path / "traces", tmp_path / "stopped", steps=6)
     again = train(name, tmp_path / "traces", tmp_path / "stopped", steps=6)
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("recipe", [*BORN, *(f"paper/{name}" for name in BORN)])
+def test_a_recipe_records_what_its_method_reads(recipe):
+    command = config.load([f"recipe={recipe}"], TrainCommand)
+    config_of(command)
+    refuse_lacking(command)
+    with pytest.raises(ValueError, match=f"{command.method} trains on .*add it there, or take recipe={command.method}"):
+        refuse_lacking(replace(command, record=replace(command.record, also=[])))
 
 
 @pytest.mark.parametrize("name", ["fast_kvzip", "kvzap"])

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from learnkv.budgets import Threshold, adaptive_global
-from learnkv.gates.kvzap import KVzap, KVzapConfig, log_score
+from learnkv.gates.kvzap import KVzapConfig, log_score
 from learnkv.methods import METHODS
 from learnkv.models import BaseModel
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
-from tests.born_parts import batch_of, gate_for, live_scores, model_of, recorded
+from tests.born_parts import batch_of, gate_for, live_scores, model_of, published, recorded
 from tests.tiny_models import prompt
 
 QWEN3_8B = BaseModel("Qwen3-8B", "", 36, 8, 32, 128, 4096)
@@ -38,8 +38,7 @@ def test_scores_are_the_published_formula(width):
 
 @pytest.mark.parametrize(("width", "millions"), [(0, 1.18), (512, 75.7)])
 def test_the_gate_has_the_published_size(width, millions):
-    with torch.device("meta"):
-        gate = KVzap(KVzapConfig(width=width), QWEN3_8B)
+    gate = published("kvzap", QWEN3_8B, **({} if width else {"width": 0}))
     assert sum(p.numel() for p in gate.parameters()) / 1e6 == pytest.approx(millions, abs=0.05 if width else 0.005)
 
 

@@ -10,7 +10,7 @@ from learnkv.models import BaseModel, describe
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
-from tests.born_parts import batch_of, gate_for, live_scores, model_of, recorded
+from tests.born_parts import batch_of, gate_for, live_scores, model_of, published, recorded
 
 LLAMA31_8B = BaseModel("Llama-3.1-8B", "", 32, 8, 32, 128, 4096, frequencies=(1.0,))
 
@@ -47,8 +47,7 @@ def test_a_token_is_scored_alike_wherever_it_stands():
 
 
 def test_the_gate_has_the_published_size():
-    with torch.device("meta"):
-        gate = Locret(LocretConfig(width=1024), LLAMA31_8B)
+    gate = published("locret", LLAMA31_8B)
     assert round(sum(p.numel() for p in gate.parameters()) / 1e6, 1) == 201.6
 
 

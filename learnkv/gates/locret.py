@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from learnkv.gates.base import Batch
 from learnkv.gates.born import BornGate, refuse_below, stacked_linear
 from learnkv.models import BaseModel
 from learnkv.observation import Observation
-from learnkv.rope import rotary_frequencies, turn_back
+from learnkv.rope import turn_back
 from learnkv.traces.format import Trace
 
 
@@ -53,13 +52,8 @@ class Locret(BornGate):
         self.register_buffer("frequencies", torch.tensor(base.frequencies), persistent=False)
 
     def bind(self, model: nn.Module) -> Locret:
-        """The gate on the model's device with the model's own frequencies, which rope scaling may have changed since training."""
-        frequencies = rotary_frequencies(model)[0]
-        if torch.equal(frequencies.cpu(), self.frequencies.cpu()):
-            return super().bind(model)
-        bound = copy.deepcopy(self)
-        bound.frequencies = frequencies
-        return super(Locret, bound).bind(model)
+        """The gate on the model's device, and with the model's RoPE."""
+        return super(Locret, self.with_rope_of(model)).bind(model)
 
     def forward(self, features: Tensor, layers: slice) -> Tensor:
         """features [l, R, (Q + 2 H) * D] of any float type -> [l, H, R] float32 scores by the weights of `layers`."""
