@@ -6,7 +6,7 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy
 import torch
@@ -121,8 +121,8 @@ def full_attention_layers(layers: Sequence[Layer], model: PreTrainedModel, path:
 
 
 # what numpy's arrays are made of in a pickle, by its name in numpy 1 and in numpy 2
-RECONSTRUCT = numpy.empty(0).__reduce__()[0]
-ARRAYS = [
+RECONSTRUCT = cast(Callable, numpy.empty(0).__reduce__()[0])
+ARRAYS: list[Callable | tuple[Callable, str]] = [
     *((RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *(numpy.ndarray, numpy.dtype),
     *(type(numpy.dtype(kind)) for kind in ("float16", "float32", "float64", "int64")),
