@@ -240,17 +240,24 @@ def bare_trace(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: Reco
         raise ValueError(f"{record} asks no question, so its tokens have no future; give it one")
     if not prompt.context.strip() or len(encoded[0].context) < 2:
         raise ValueError(f"{record} has a context of {len(encoded[0].context)} tokens; recording needs text of 2 tokens or more")
-    whole, onward = reconstruction.instructions(tokenizer) if set(RECONSTRUCTIONS) & set(settings.holds) else (None, None)
     after = [len(e.question) + (settings.max_new_tokens if settings.future == "response" else len(e.answer)) for e in encoded]
-    if whole is not None and onward is not None:
-        after += [len(probe.token_ids) for probe in reconstruction.repetitions(encoded[0].context, whole, onward)]
-    if limit is not None and len(encoded[0].context) + max(after) > limit:
-        total = f"{len(encoded[0].context)} tokens of context and {max(after)} after it"
-        raise ValueError(f"{record} has {total}, the model has {limit} positions; shorten it")
+    refuse_beyond(limit, record, len(encoded[0].context), max(after))
     if settings.future != "response" and not all(len(e.answer) for e in encoded):
         raise ValueError(f"{record} has no answer, which future={settings.future} needs; add one, or record future=response")
     trace = asked_inside(prompt, encoded, record) if settings.question == "inside" else asked_outside(prompt, encoded)
+    if not set(RECONSTRUCTIONS) & set(settings.holds):
+        return trace
+    whole, onward = reconstruction.instructions(tokenizer)
+    repeats = reconstruction.repetitions(trace.ids, whole, onward)
+    refuse_beyond(limit, record, len(trace.ids), max(len(probe.token_ids) for probe in repeats))
     return replace(trace, repeat_whole=whole, repeat_onward=onward)
+
+
+def refuse_beyond(limit: int | None, record: str, num_context: int, num_after: int) -> None:
+    """Refuses what ends past the model's positions."""
+    if limit is not None and num_context + num_after > limit:
+        total = f"{num_context} tokens of context and {num_after} after it"
+        raise ValueError(f"{record} has {total}, the model has {limit} positions; shorten it")
 
 
 def asked_outside(prompt: Prompt, encoded: list[Encoded]) -> Trace:
