@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from learnkv import budgets
-from learnkv.budgets import Allocator, PerHead, Ratio
+from learnkv.budgets import Allocator, PerHead, Ratio, Threshold
 from learnkv.checkpoint import load_gate
+from learnkv.gates.fast_kvzip import FastKVzip
 from learnkv.gates.kvp import KVP
+from learnkv.gates.kvzap import KVzap
+from learnkv.gates.locret import Locret
 from learnkv.heuristics.chunkkv import ChunkKV
 from learnkv.heuristics.criticalkv import CriticalKV
 from learnkv.heuristics.cur import CUR
@@ -55,7 +58,7 @@ class Method:
     scorer    class whose dataclass fields are the method's knobs; those without a default must be given
     paper     arXiv id, "" for a control of ours
     allocate  name in budgets.ALLOCATORS, used unless the caller names another
-    num_sinks first tokens that always stay, unless the caller says otherwise
+    num_sinks, num_recent  first and last tokens that always stay, unless the caller says otherwise
     """
 
     trained: ClassVar[bool] = False
@@ -64,6 +67,7 @@ class Method:
     paper: str = ""
     allocate: str = "uniform"
     num_sinks: int = Policy.num_sinks
+    num_recent: int = Policy.num_recent
 
     def __call__(
         self,
@@ -71,14 +75,15 @@ class Method:
         *,
         allocate: str | Allocator | None = None,
         num_sinks: int | None = None,
-        num_recent: int = Policy.num_recent,
+        num_recent: int | None = None,
         interval: int = Policy.interval,
         **knobs: object,
     ) -> Policy:
         """A Policy; `allocate` is a name in budgets.ALLOCATORS or an Allocator, `knobs` are the scorer's own fields."""
         scorer, rule = self.build(knobs), self.rule(allocate, knobs)
         sinks = self.num_sinks if num_sinks is None else num_sinks
-        return Policy(scorer, budget, rule, num_sinks=sinks, num_recent=num_recent, interval=interval)
+        recent = self.num_recent if num_recent is None else num_recent
+        return Policy(scorer, budget, rule, num_sinks=sinks, num_recent=recent, interval=interval)
 
     def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
         """How the budget is split: as the caller says, else as the authors do."""
@@ -159,6 +164,27 @@ class GateMethod(Method):
         return gate
 
 
+@dataclass(frozen=True)
+class ThresholdMethod(GateMethod):
+    """A gate whose scores say how many tokens stay: one knob more, `threshold`, the least that a token must score.
+
+    The budget is then the most that a head keeps.  Where `allocate` is named, scores only say which tokens stay, as everywhere.
+    """
+
+    threshold: float = -4.0  # kvpress's example for Qwen3-8B; another model has another
+
+    @property
+    def defaults(self) -> dict[str, object]:
+        return {"threshold": self.threshold, **super().defaults}
+
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
+        if allocate is None:
+            return Threshold(knobs.get("threshold", self.threshold))
+        if "threshold" in knobs:
+            raise ValueError(f"allocate={allocate!r} and threshold={knobs['threshold']} both say how many stay; leave one of them out")
+        return super().rule(allocate, knobs)
+
+
 def named_scorer(base: object) -> object:
     """The scorer of a method that is given by name, with its usual knobs; anything else as it is."""
     if not isinstance(base, str):
@@ -213,6 +239,9 @@ METHODS: dict[str, Method] = {
     "keep_digits": Method(KeepDigits),
     "keep_rare": Method(KeepRare),
     "kvp": GateMethod(KVP, "2602.10238"),
+    "fast_kvzip": GateMethod(FastKVzip, "2601.17668", allocate="adaptive_global"),
+    "kvzap": ThresholdMethod(KVzap, "2601.07891", allocate="adaptive_global", num_recent=128),
+    "locret": GateMethod(Locret, "2410.01805"),
 }
 
 

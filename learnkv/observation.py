@@ -193,11 +193,19 @@ class Observation:
         return torch.where(real, (self.num_seen - self.num_new)[:, None] + real.cumsum(-1) - 1, -1)
 
     @cached_property
+    def new_keys(self) -> Tensor:
+        """[B, H, T, D] keys of this step's tokens as they were born, read where they lie; meaningless where padding is."""
+        return self.of_new(self.slots.key_pages)
+
+    @cached_property
     def new_values(self) -> Tensor:
-        """[B, H, T, D] values of this step's tokens, read where they lie; meaningless where padding is."""
-        P = self.slots.value_pages.shape[1]
-        slots = self.new_slots.clamp(min=0)
-        return self.slots.value_pages[self.slots.table.long().gather(2, slots // P), slots % P]
+        """[B, H, T, D] values of this step's tokens, likewise."""
+        return self.of_new(self.slots.value_pages)
+
+    def of_new(self, pages: Tensor) -> Tensor:
+        """pages [N, P, X] -> [B, H, T, X] of this step's tokens."""
+        P, slots = pages.shape[1], self.new_slots.clamp(min=0)
+        return pages[self.slots.table.long().gather(2, slots // P), slots % P]
 
     def with_columns(self, start: int, stop: int) -> Observation:
         """The same with a part of this scorer's memory: its columns start..stop - 1."""

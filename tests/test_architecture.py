@@ -27,16 +27,19 @@ ALLOWED = {
     "models":      {"names", "ops", "geometry", "assets", "transformers"},
     "capture":     {"ops", "assets", "transformers"},
     "projection":  {"capture"},
-    "heuristics":  {"names", "ops", "rope", "geometry", "projection", "observation", "budgets", "policy"},
+    "reconstruction": {"ops", "observation"},
+    "heuristics":  {"names", "ops", "rope", "geometry", "projection", "reconstruction", "observation", "budgets", "policy"},
     "gates":       {"names", "ops", "rope", "observation", "capture", "models", "traces", "peft"},
     "methods":     {"names", "heuristics", "gates", "checkpoint", "policy", "budgets", "observation"},
-    "traces":      {"names", "typed", "version", "ops", "capture", "models", "prompts", "datasets"},
+    "traces":      {"names", "typed", "version", "ops", "capture", "observation", "projection", "reconstruction", "models", "prompts",
+                    "datasets"},
     "calibration": {"geometry", "capture", "models", "prompts", "traces"},
     "runtime":     {"names", "counts", "version", "ops", "rope", "geometry", "observation", "policy", "budgets", "capture", "transformers",
                     "peft"},
     "training":    {"names", "ops", "gates", "traces", "lightning"},
     "kvpress_decode": {"transformers"},
     "checkpoint":  {"names", "typed", "version", "config", "gates", "models", "traces"},
+    "published":   {"capture", "gates", "models"},
 }  # fmt: skip
 COMMANDS = ("record", "train", "evaluate", "generate", "bench")
 INSIDE = {*ALLOWED, "evaluation"}

@@ -7,8 +7,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from learnkv import budgets
 from learnkv.budgets import Ratio
 from learnkv.capture import capture
-from learnkv.heuristics.kvzip import NOT_SCORED, ONWARD, WHOLE, KVzip
+from learnkv.heuristics.kvzip import NOT_SCORED, KVzip
 from learnkv.policy import Policy
+from learnkv.reconstruction import ONWARD, WHOLE
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many
 

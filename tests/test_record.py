@@ -14,6 +14,7 @@ import torch
 
 from learnkv import config
 from learnkv.prompts import Prompt, Question
+from learnkv.reconstruction import ONWARD, WHOLE
 from learnkv.record import RecordCommand, run
 from learnkv.traces import format, record
 from learnkv.traces.dataset import TraceDataset
@@ -111,6 +112,26 @@ def test_a_trace_holds_what_else_is_asked_for_by_name(tmp_path):
         assert not torch.equal(trace.hidden, trace.block_input)
 
 
+def test_repeating_the_context_is_a_target_of_its_own_and_recomputed_from_ids(tmp_path):
+    also = ["reconstruction", "reconstruction_plus", "queries_pre_rope"]
+    stored = recorded(tmp_path, own_prompts(2), also=also)
+    small = record_traces(tiny_model(), byte_tokenizer(), own_prompts(2), tmp_path / "ids", RecordSettings(mode="ids", also=also))
+    for trace, again in zip(stored, small, strict=True):
+        n = len(trace.ids)
+        assert trace.hidden is None and trace.queries_pre_rope.shape == (2, 4, n, 8)
+        assert trace.targets["reconstruction"].shape == trace.targets["reconstruction_plus"].shape == (2, 2, n)
+        assert byte_tokenizer().decode(trace.repeat_whole) == WHOLE and byte_tokenizer().decode(trace.repeat_onward) == ONWARD
+        ours, theirs = format.tensors_of(again), format.tensors_of(trace)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_context_too_long_to_be_repeated_is_refused_before_anything_runs(tmp_path):
+    asked = [Prompt("user", "train", "x" * 250, ASKED)]
+    recorded(tmp_path, asked)
+    with pytest.raises(ValueError, match=r"250 tokens of context and 30\d after it, the model has 512 positions"):
+        recorded(tmp_path / "more", asked, also=["reconstruction"])
+
+
 def test_with_the_question_inside_each_question_is_the_end_of_a_context_of_its_own(tmp_path):
     settings = RecordSettings(question="inside", future="answer", kinds=["passwords"], train=1, heldout=0, num_tokens=[400])
     asked = make_prompts(settings, byte_tokenizer())
@@ -142,7 +163,16 @@ def test_traces_keep_the_order_and_tokens_of_the_prompts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"mode": "full"}, {"mode": "ids"}, {"cuts": 4}, {"also": ["block_input", "attention", "peak_logit"]}]
+    "settings",
+    [
+        {},
+        {"mode": "full"},
+        {"mode": "ids"},
+        {"cuts": 4},
+        {"also": ["block_input", "attention", "peak_logit"]},
+        {"also": ["queries_pre_rope", "reconstruction"]},
+        {"also": ["reconstruction", "reconstruction_plus"]},
+    ],
 )
 def test_the_estimate_is_what_the_traces_take(tmp_path, settings):
     planned = plan_recording(tiny_model(), byte_tokenizer(), own_prompts(4), tmp_path / "traces", RecordSettings(**settings))

@@ -120,7 +120,8 @@ def open_gates(entry: Entry, model: PreTrainedModel, num_sinks: int, num_recent:
     if entry.knobs:
         raise ValueError(f"method {entry}: the settings of {entry.name} were fixed in training; give a folder instead, {entry.name}:folder")
     folders = entry.folders() or [shipped_gate(entry.name)]
-    loaded = [gate_contender(load_gate(f, model), f, str(entry), entry.allocator or "uniform", num_sinks, num_recent) for f in folders]
+    allocator = entry.allocator or METHODS[entry.name].allocate
+    loaded = [gate_contender(load_gate(f, model), f, str(entry), allocator, num_sinks, num_recent) for f in folders]
     for contender in loaded:
         if contender.scorer != entry.name:
             kind = contender.scorer

@@ -53,10 +53,19 @@ def first_look(scorer: Scorer, trace: Trace, layer: int, scales: Sequence[float]
         queries=last_queries(window, scorer.observation_window),
         num_queries=count.clamp(max=scorer.observation_window),
         scale=scales[layer],
-        mass=None if trace.mass is None else trace.mass[layer][None],
+        mass=of_layer(trace.mass, layer),
+        hidden=of_layer(trace.hidden, layer),
+        block_input=of_layer(trace.block_input, layer),
+        queries_pre_rope=of_layer(trace.queries_pre_rope, layer),
+        all_queries=of_layer(trace.queries, layer),
         token_ids=trace.ids[None],
         rope_offset=torch.zeros_like(count),
     )
+
+
+def of_layer(recorded: Tensor | None, layer: int) -> Tensor | None:
+    """[1, ...] one layer of what a trace holds [layers, ...]; None of what it does not hold."""
+    return None if recorded is None else recorded[layer][None]
 
 
 def last_queries(window: Tensor, wanted: int) -> Tensor:

@@ -1,6 +1,9 @@
 """Scorers with weights: one file per method, and their names."""
 
 from learnkv.gates.base import Gate
+from learnkv.gates.fast_kvzip import FastKVzip
 from learnkv.gates.kvp import KVP
+from learnkv.gates.kvzap import KVzap
+from learnkv.gates.locret import Locret
 
-GATES: dict[str, type[Gate]] = {gate.METHOD: gate for gate in (KVP,)}
+GATES: dict[str, type[Gate]] = {gate.METHOD: gate for gate in (KVP, FastKVzip, KVzap, Locret)}

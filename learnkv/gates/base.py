@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from learnkv.models import BaseModel
 from learnkv.observation import Observation, Scorer
+from learnkv.rope import rotary_frequencies
 from learnkv.traces.format import Trace
 
 if TYPE_CHECKING:
@@ -76,6 +77,15 @@ class Gate(Scorer, nn.Module):
         """The gate on the model's device; a copy where it has to move."""
         device = next(model.parameters()).device
         return self if self.device == device else copy.deepcopy(self).to(device)
+
+    def with_rope_of(self, model: nn.Module) -> Self:
+        """A gate that takes RoPE off by its buffer `frequencies`, with the model's own: rope scaling may have changed since training."""
+        frequencies = rotary_frequencies(model)[0]
+        if torch.equal(frequencies.cpu(), self.get_buffer("frequencies").cpu()):
+            return self
+        turned = copy.deepcopy(self)
+        turned.frequencies = frequencies
+        return turned
 
     def score_trace(self, trace: Trace) -> Tensor:
         """[layers, H, n] float32 scores of a recorded context, as `score` would give them to a live cache."""

@@ -21,7 +21,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from learnkv import ops
-from learnkv.capture import attention_implementation, blocks_of, decoder_of, query_projection, stock_attention, stock_mask
+from learnkv.capture import (
+    attention_implementation,
+    blocks_of,
+    decoder_of,
+    queries_before_rope,
+    query_projection,
+    stock_attention,
+    stock_mask,
+)
 from learnkv.geometry import kv_shape
 from learnkv.policy import Policy
 from learnkv.runtime.cache import EvictionCache, broken_contract
@@ -256,15 +264,9 @@ def enter_attention(index: int, layer: nn.Module, args: tuple, kwargs: dict) -> 
 
 
 def leave_query_projection(layer: nn.Module, width: int, projection: nn.Module, args: tuple, output: Tensor) -> None:
-    """Queries before rotation, the first `width` outputs, after the model's query norm where it has one, be it over a head or over all."""
     step = running.get()
-    if step is None or "queries_pre_rope" not in step.needs:
-        return
-    norm = getattr(layer, "q_norm", nn.Identity())
-    heads = output.detach()[..., :width].unflatten(-1, (-1, layer.head_dim))  # [B, T, Q, D]
-    over_all = getattr(getattr(norm, "weight", None), "shape", [layer.head_dim])[-1] != layer.head_dim
-    heads = norm(heads.flatten(-2)).view_as(heads) if over_all else norm(heads)
-    step.queries_pre_rope = heads.transpose(1, 2)
+    if step is not None and "queries_pre_rope" in step.needs:
+        step.queries_pre_rope = queries_before_rope(layer, width, output)
 
 
 # ---- attention

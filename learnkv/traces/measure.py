@@ -10,13 +10,26 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from learnkv import reconstruction
 from learnkv.capture import Captured, Want, capture, decoder_of, evictable_layers
 from learnkv.models import PreTrainedModel
+from learnkv.observation import Probe
+from learnkv.projection import output_projections, projected_norms
 from learnkv.traces.format import Trace
-from learnkv.traces.targets import OVER_QUESTIONS, TARGETS, Future, OverQuestions, context_mass, cut_positions, future_rows, utility_cuts
+from learnkv.traces.targets import (
+    OVER_QUESTIONS,
+    RECONSTRUCTIONS,
+    TARGETS,
+    Future,
+    OverQuestions,
+    context_mass,
+    cut_positions,
+    future_rows,
+    utility_cuts,
+)
 
-FIELDS: tuple[Want, ...] = ("queries", "hidden", "block_input")  # tensors of the context that a recipe may ask for
-ALSO = (*FIELDS, *(name for name in TARGETS if name != "utility"))
+FIELDS: tuple[Want, ...] = ("queries", "hidden", "block_input", "queries_pre_rope")  # tensors of the context that a recipe may ask for
+ALSO = (*FIELDS, *(name for name in TARGETS if name != "utility"), *RECONSTRUCTIONS)
 WINDOW = 32  # last queries of the context that every trace keeps, so that SnapKV and TOVA can be compared without a model
 
 
@@ -47,7 +60,9 @@ def measure(
     layers, n = evictable_layers(model), len(bare.ids)
     scales = softmax_scales(model, layers)
     kept: list[Want] = [name for name in FIELDS if name in also]
-    with capture(model, {"queries", *kept}) as taken:
+    repeats = [name for name in RECONSTRUCTIONS if name in also]
+    of_rows: set[Want] = {"hidden"} if "reconstruction_plus" in also else set()
+    with capture(model, {"queries", *kept, *of_rows}) as taken:
         cache, logits = run(model, bare.ids)
         queries = of_layers(taken.queries, layers)
         fields = {name: stacked(of_layers(getattr(taken, name), layers), dtype) for name in kept}
@@ -56,6 +71,7 @@ def measure(
             bare = answered(model, bare, cache, logits, max_new_tokens)
         wanted = ["utility", *(name for name in TARGETS if name in also)]
         targets = future_targets(model, cache, bare, future, over_questions, scales, taken, wanted)
+        targets |= reconstruction_targets(model, cache, bare, scales, taken, repeats) if repeats else {}
     if cuts:
         at = targets["cut_positions"] = cut_positions(n, cuts, seed=int(bare.id, 16) % 2**63)
         per_layer = zip(queries, keys, targets["utility"], scales, strict=True)
@@ -93,6 +109,35 @@ def future_targets(
             new = torch.cat(of_layer)
             found[name] = OVER_QUESTIONS[target.over_questions or over_questions](found[name], new) if name in found else new
     return found
+
+
+def reconstruction_targets(
+    model: PreTrainedModel, cache: object, bare: Trace, scales: list[float], taken: Captured, wanted: Sequence[str]
+) -> dict[str, Tensor]:
+    """{target: [layers, H, n] float32} of the context, chunk by chunk; `cache` holds it and is left as it was."""
+    if bare.repeat_whole is None or bare.repeat_onward is None:
+        raise ValueError(f"trace {bare.id} does not say how the model is asked to repeat its context; record it again")
+    layers, parts = evictable_layers(model), []
+    for probe in reconstruction.repetitions(bare.ids, bare.repeat_whole, bare.repeat_onward):
+        after = run(model, probe.token_ids, copy.deepcopy(cache))[0]
+        rows = [repeating_rows(probe, taken.queries[i], after.layers[i].keys, s) for i, s in zip(layers, scales, strict=True)]
+        part = {}
+        if "reconstruction" in wanted:
+            part["reconstruction"] = torch.cat([reconstruction.attention(r) for r in rows])
+        if "reconstruction_plus" in wanted:
+            values = [after.layers[i].values[:, :, : len(bare.ids)] for i in layers]
+            norms = [projected_norms(v, w) for v, w in zip(values, output_projections(model), strict=True)]
+            hidden = [taken.hidden[i] for i in layers]
+            part["reconstruction_plus"] = torch.cat(list(map(reconstruction.attention_plus, rows, hidden, norms)))
+        parts.append({name: found[..., probe.start : probe.stop] for name, found in part.items()})
+    return {name: torch.cat([part[name] for part in parts], -1) for name in wanted}
+
+
+def repeating_rows(probe: Probe, queries: Tensor, keys: Tensor, scale: float) -> reconstruction.Rows:
+    """What one layer shows of a probe's rows: queries [1, Q, R, D], keys [1, H, n + R, D] of the context and the rows."""
+    context, own = keys.split([keys.shape[2] - len(probe.token_ids), len(probe.token_ids)], 2)
+    positions = torch.arange(context.shape[2], device=keys.device).expand(context.shape[:3])
+    return reconstruction.Rows(queries, own, context, reconstruction.repeated(positions, probe)[1], scale)
 
 
 def run(model: PreTrainedModel, ids: Tensor, cache: object = None) -> tuple:

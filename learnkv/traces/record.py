@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 from tqdm import tqdm
 
-from learnkv import prompts
+from learnkv import prompts, reconstruction
 from learnkv.models import DTYPES, PreTrainedModel, describe
 from learnkv.names import unknown
 from learnkv.prompts import Prompt
@@ -27,7 +27,7 @@ from learnkv.traces import format
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Continuation, Trace, TraceConfig
 from learnkv.traces.measure import ALSO, WINDOW, measure, respond
-from learnkv.traces.targets import TARGETS, Future, OverQuestions
+from learnkv.traces.targets import RECONSTRUCTIONS, TARGETS, Future, OverQuestions
 
 FULL = ("queries", "hidden")  # what mode=full means
 PARTS = "parts"  # traces that wait to be packed into a shard, one file each
@@ -49,7 +49,7 @@ class RecordSettings:
     future: Future = (
         "question_answer"  # whose attention is the utility: question_answer, answer (its rows alone), response (the model's own)
     )
-    also: list[str] = field(default_factory=list)  # what else a trace holds: hidden, block_input, queries, attention, peak_logit
+    also: list[str] = field(default_factory=list)  # what else a trace holds: names in learnkv.traces.measure.ALSO
     question: Literal["outside", "inside"] = "outside"  # inside: the one question is part of the context, and its answer the future
     over_questions: OverQuestions = "sum"  # of one context's several questions: their utilities added, or the largest of them
     max_new_tokens: int = 64  # length of the model's own response, for future=response
@@ -246,14 +246,28 @@ def bare_trace(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: Reco
     if not prompt.context.strip() or len(encoded[0].context) < 2:
         raise ValueError(f"{record} has a context of {len(encoded[0].context)} tokens; recording needs text of 2 tokens or more")
     after = [len(e.question) + (settings.max_new_tokens if settings.future == "response" else len(e.answer)) for e in encoded]
-    if limit is not None and len(encoded[0].context) + max(after) > limit:
-        total = f"{len(encoded[0].context)} tokens of context and {max(after)} after it"
-        raise ValueError(f"{record} has {total}, the model has {limit} positions; shorten it")
+    refuse_beyond(limit, record, len(encoded[0].context), max(after))
     if settings.future != "response" and not all(len(e.answer) for e in encoded):
         raise ValueError(f"{record} has no answer, which future={settings.future} needs; add one, or record future=response")
+    trace = asked_inside(prompt, encoded, record) if settings.question == "inside" else asked_outside(prompt, encoded)
+    if not set(RECONSTRUCTIONS) & set(settings.holds):
+        return trace
+    whole, onward = reconstruction.instructions(tokenizer)
+    repeats = reconstruction.repetitions(trace.ids, whole, onward)
+    refuse_beyond(limit, record, len(trace.ids), max(len(probe.token_ids) for probe in repeats))
+    return replace(trace, repeat_whole=whole, repeat_onward=onward)
+
+
+def refuse_beyond(limit: int | None, record: str, num_context: int, num_after: int) -> None:
+    """Refuses what ends past the model's positions."""
+    if limit is not None and num_context + num_after > limit:
+        total = f"{num_context} tokens of context and {num_after} after it"
+        raise ValueError(f"{record} has {total}, the model has {limit} positions; shorten it")
+
+
+def asked_outside(prompt: Prompt, encoded: list[Encoded]) -> Trace:
+    """The prompt as a trace whose questions follow its context."""
     none = torch.empty(0, dtype=torch.int64)
-    if settings.question == "inside":
-        return asked_inside(prompt, encoded, record)
     asked = [Continuation(e.question.long(), e.answer.long(), none, e.span) for e in encoded]
     return Trace(prompt.id, prompt.kind, prompt.split, encoded[0].context, asked)
 
@@ -277,15 +291,17 @@ def trace_bytes(config: TraceConfig, settings: RecordSettings, job: Trace) -> in
     """What one trace will take on disk, its file's header left out."""
     base, n = config.base_model, len(job.ids)
     response = settings.max_new_tokens if settings.future == "response" else 0
-    ids = 8 * (n + sum(len(q.question) + len(q.answer) + response for q in job.questions))
+    repeat = sum(len(instruction) for instruction in (job.repeat_whole, job.repeat_onward) if instruction is not None)
+    ids = 8 * (n + repeat + sum(len(q.question) + len(q.answer) + response for q in job.questions))
     if settings.mode == "ids":
         return ids
     holds = settings.holds
-    query_rows = min(n, WINDOW) + (n if "queries" in holds else 0)
+    query_rows = min(n, WINDOW) + n * len({"queries", "queries_pre_rope"} & set(holds))
     hidden = n * base.hidden_size * len({"hidden", "block_input"} & set(holds))
     bfloat16 = 2 * n * base.num_kv_heads * base.head_dim + query_rows * base.num_query_heads * base.head_dim + hidden
     heads = {"kv": base.num_kv_heads, "query": base.num_query_heads}
     more = sum(heads[TARGETS[name].heads] for name in holds if name in TARGETS)
+    more += base.num_kv_heads * len(set(RECONSTRUCTIONS) & set(holds))
     float32 = n * ((2 + settings.cuts) * base.num_kv_heads + more)
     return ids + base.num_layers * (2 * bfloat16 + 4 * float32)
 

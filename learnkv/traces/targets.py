@@ -85,6 +85,7 @@ TARGETS: dict[str, Target] = {
     "attention": Target(attention, "query", "sum"),
     "peak_logit": Target(peak_logit, "kv", "max"),
 }
+RECONSTRUCTIONS = ("reconstruction", "reconstruction_plus")  # per KV head, of the context alone: `learnkv.reconstruction`
 
 
 def context_mass(queries: Tensor, keys: Tensor, scale: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from learnkv.gates.base import Batch
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Trace
-from learnkv.traces.targets import TARGETS
+from learnkv.traces.targets import RECONSTRUCTIONS, TARGETS
 from learnkv.training.settings import Cut, TrainSettings
 
 
@@ -78,14 +78,14 @@ def recorded_cut(trace: Trace, least: int, generator: torch.Generator) -> Trace:
 
 def shortened(trace: Trace, n: int) -> Trace:
     """What a gate trains on, of the first n tokens; the window of last queries belongs to the whole and is left out."""
-    columns = {name: getattr(trace, name) for name in ("keys", "values", "hidden", "block_input", "queries")}
+    columns = {name: getattr(trace, name) for name in ("keys", "values", "hidden", "block_input", "queries", "queries_pre_rope")}
     cut = {name: t[..., :n, :] for name, t in columns.items() if t is not None}
     return replace(
         trace,
         ids=trace.ids[:n],
         window=None,
         mass=None,
-        targets={name: t[..., :n] for name, t in trace.targets.items() if name in TARGETS},
+        targets={name: t[..., :n] for name, t in trace.targets.items() if name in (*TARGETS, *RECONSTRUCTIONS)},
         **cut,
     )
 
