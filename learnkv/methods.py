@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from learnkv import budgets
-from learnkv.budgets import Allocator, PerHead, Ratio
+from learnkv.budgets import Allocator, PerHead, Ratio, Threshold
 from learnkv.checkpoint import load_gate
+from learnkv.gates.dms import DMS
+from learnkv.gates.duo_attention import DuoAttention
 from learnkv.gates.kvp import KVP
+from learnkv.gates.trimkv import TrimKV
 from learnkv.heuristics.chunkkv import ChunkKV
 from learnkv.heuristics.criticalkv import CriticalKV
 from learnkv.heuristics.cur import CUR
@@ -76,11 +79,12 @@ class Method:
         **knobs: object,
     ) -> Policy:
         """A Policy; `allocate` is a name in budgets.ALLOCATORS or an Allocator, `knobs` are the scorer's own fields."""
-        scorer, rule = self.build(knobs), self.rule(allocate, knobs)
+        scorer = self.build(knobs)
+        rule = self.rule(allocate, knobs, scorer)
         sinks = self.num_sinks if num_sinks is None else num_sinks
         return Policy(scorer, budget, rule, num_sinks=sinks, num_recent=num_recent, interval=interval)
 
-    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
         """How the budget is split: as the caller says, else as the authors do."""
         return allocator(self.allocate if allocate is None else allocate)
 
@@ -135,7 +139,7 @@ class TableMethod(Method):
         self.check(knobs)
         return self.scorer(**{name: value for name, value in knobs.items() if name not in ("table", "beta")})
 
-    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
         if allocate is not None:
             raise ValueError(f"allocate={allocate!r} and table={knobs['table']} both split the budget; leave one of them out")
         return PerHead.read(knobs["table"], knobs.get("beta", PerHead.beta))
@@ -143,9 +147,17 @@ class TableMethod(Method):
 
 @dataclass(frozen=True)
 class GateMethod(Method):
-    """A method with weights.  Its one knob is `gate`: a loaded gate, or the folder of one."""
+    """A method with weights.  Its one knob is `gate`: a loaded gate, or the folder of one.
+
+    split  how a gate of it splits the budget, in the place of `allocate`, unless the caller names an allocator
+    """
 
     trained: ClassVar[bool] = True
+
+    split: Callable[[Any], Allocator] | None = None
+
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
+        return self.split(scorer) if allocate is None and self.split is not None else super().rule(allocate, knobs, scorer)
 
     @property
     def defaults(self) -> dict[str, object]:
@@ -213,6 +225,9 @@ METHODS: dict[str, Method] = {
     "keep_digits": Method(KeepDigits),
     "keep_rare": Method(KeepRare),
     "kvp": GateMethod(KVP, "2602.10238"),
+    "trimkv": GateMethod(TrimKV, "2512.03324"),
+    "dms": GateMethod(DMS, "2506.05345", split=lambda gate: Threshold(0.0)),
+    "duo_attention": GateMethod(DuoAttention, "2410.10819", split=lambda gate: PerHead(gate.table, beta=1.0)),
 }
 
 

@@ -53,6 +53,8 @@ def first_look(scorer: Scorer, trace: Trace, layer: int, scales: Sequence[float]
         queries=last_queries(window, scorer.observation_window),
         num_queries=count.clamp(max=scorer.observation_window),
         scale=scales[layer],
+        hidden=None if trace.hidden is None else trace.hidden[layer][None],
+        block_input=None if trace.block_input is None else trace.block_input[layer][None],
         mass=None if trace.mass is None else trace.mass[layer][None],
         token_ids=trace.ids[None],
         rope_offset=torch.zeros_like(count),
