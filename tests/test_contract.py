@@ -85,7 +85,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "expected_attention": dict(future=8),
     "simlayerkv": dict(first=2, recent=6, threshold=0.3),
 }
-GATE_CONFIGS: dict[str, dict[str, object]] = {"kvp": dict(branch_width=6, width=10)}
+GATE_CONFIGS: dict[str, dict[str, object]] = {"kvp": dict(branch_width=6, width=10), "trimkv": dict(width=6), "dms": dict(window=4)}
 
 SPLITS: dict[str, Callable[[BaseModel], Allocator]] = {
     **{name: lambda base, rule=rule: rule for name, rule in ALLOCATORS.items()},
