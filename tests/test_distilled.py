@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+from learnkv import config
 from learnkv.checkpoint import load_gate, save_gate
 from learnkv.evaluation.reward import score_trace
 from learnkv.gates import GATES
 from learnkv.gates.base import Batch
 from learnkv.gates.distilled import DistilledGate, Sequence, divergence
+from learnkv.train import TrainCommand, run
 from learnkv.training import fit
 from tests.distillation_parts import SMALL, base, live_scores, made_folder, made_gate, made_trace, model
+from tests.recording import byte_tokenizer, tiny_model
 from tests.training_parts import quick
 
 every_gate = pytest.mark.parametrize("name", SMALL)
@@ -110,6 +114,17 @@ def test_the_model_is_left_as_it_was(name):
     assert not any(p.grad is not None for p in lm.parameters()) and not any(m._forward_pre_hooks for m in lm.modules())
 
 
+@every_gate
+def test_mixed_precision_trains(name):
+    gate, batch = made_gate(name), batch_of(made_trace(40))
+    want = gate.loss(batch)["loss"].item()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = gate.loss(batch)["loss"]
+    loss.backward()
+    assert loss.item() == pytest.approx(want, rel=0.2)
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in gate.parameters())
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
     return made_folder(tmp_path_factory.mktemp("traces"))
@@ -138,6 +153,40 @@ def test_interrupted_and_resumed_equals_uninterrupted(name, traces, tmp_path, mo
     start = made_gate(name).state_dict()
     for key, tensor in whole.state_dict().items():
         assert torch.equal(resumed[key], tensor) and not torch.equal(start[key], tensor)
+
+
+TINY = """
+method: {method}
+model: {folder}/model
+prompts: {folder}/mine.jsonl
+record: {{also: {also}}}
+gate: {knobs}
+train: {{steps: 4, warmup: 2, ema_start: 2, eval_every: 2, save_every: 2, log_every: 1}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "also", "knobs"),
+    [
+        ("trimkv", "[hidden]", "{width: 4, budget: 8}"),
+        ("dms", "[block_input]", "{window: 4, ratio_steps: 2}"),
+        ("duo_attention", "[]", "{num_sinks: 2, num_recent: 4}"),
+    ],
+)
+def test_one_command_records_trains_and_compares(method, also, knobs, tmp_path, monkeypatch, capsys):
+    tiny_model().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    lines = [{"context": f"The sky of day {i} is grey.", "question": "Which sky?", "answer": "grey"} for i in range(10)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "tiny.yaml").write_text(TINY.format(method=method, folder=tmp_path, also=also, knobs=knobs))
+    monkeypatch.chdir(tmp_path)
+    assert config.main(run, TrainCommand, ["recipe=tiny.yaml", "table=1"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(f"\n{method}") >= 3
+    assert isinstance(load_gate("checkpoints/runs/tiny"), GATES[method])
+    if also != "[]":
+        assert config.main(run, TrainCommand, ["recipe=tiny.yaml", "record.also=[]"]) == 2
+        assert f"{method} trains on {also[1:-1]}" in capsys.readouterr().err
 
 
 # ---- serving
