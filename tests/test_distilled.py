@@ -40,6 +40,12 @@ def test_a_sequence_is_the_context_and_every_question_with_its_answer():
     assert sequence.rows("answers").tolist() == [24, 25, 26, 32, 33, 34]  # each a token before the answer's
 
 
+def test_questions_that_the_model_has_no_positions_for_are_left_out():
+    trace = made_trace(20)
+    sequence = Sequence.of(trace, torch.device("cpu"), 35)
+    assert torch.equal(sequence.ids, torch.cat([trace.ids, trace.questions[0].question, trace.questions[0].answer]))
+
+
 def test_the_models_own_response_stands_for_the_answer():
     trace = made_trace(20, questions=1)
     asked = replace(trace.questions[0], response=torch.tensor([1, 2]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ ROWS = 256  # rows of logits whose divergence is taken at once
 
 @dataclass(frozen=True)
 class Sequence:
-    """What the base model runs of a trace: its context, then every question with its answer, one after the other.
+    """What the base model runs of a trace: its context, then its questions with their answers, one after the other.
 
     ids       [T] int64
     n         tokens of the context
@@ -37,11 +38,13 @@ class Sequence:
     answered: Tensor
 
     @classmethod
-    def of(cls, trace: Trace, device: torch.device) -> Sequence:
-        """The model's own response stands for the answer where one was recorded."""
+    def of(cls, trace: Trace, device: torch.device, most: float = math.inf) -> Sequence:
+        """As many questions as `most` tokens hold; the model's own response stands for the answer where one was recorded."""
         parts = [(trace.ids, False)]
         for asked in trace.questions:
-            parts += [(asked.question, False), (answer_of(asked), True)]
+            more = [(asked.question, False), (answer_of(asked), True)]
+            if sum(len(ids) for ids, _ in parts + more) <= most:
+                parts += more
         answered = torch.cat([torch.full((len(ids),), is_answer) for ids, is_answer in parts])
         return cls(torch.cat([ids for ids, _ in parts]).to(device), len(trace.ids), answered.to(device))
 
@@ -82,7 +85,8 @@ class DistilledGate(Gate):
 
     def sequence_of(self, trace: Trace, learn_from: str) -> tuple[Sequence, Tensor]:
         """The trace's sequence and the rows to learn from; a trace without any is refused by its id."""
-        sequence = Sequence.of(trace, self.device)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
+        sequence = Sequence.of(trace, self.device, positions)
         rows = sequence.rows(learn_from)
         if not len(rows):
             raise ValueError(f"trace {trace.id} has no rows to learn from (gate.learn_from={learn_from}); record questions with answers")
