@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 from learnkv import budgets
 from learnkv.budgets import Allocator, PerHead, Ratio, Threshold
 from learnkv.checkpoint import load_gate
+from learnkv.gates.dms import DMS
+from learnkv.gates.duo_attention import DuoAttention
 from learnkv.gates.fast_kvzip import FastKVzip
 from learnkv.gates.kvp import KVP
 from learnkv.gates.kvzap import KVzap
 from learnkv.gates.locret import Locret
+from learnkv.gates.trimkv import TrimKV
 from learnkv.heuristics.chunkkv import ChunkKV
 from learnkv.heuristics.criticalkv import CriticalKV
 from learnkv.heuristics.cur import CUR
@@ -80,12 +83,13 @@ class Method:
         **knobs: object,
     ) -> Policy:
         """A Policy; `allocate` is a name in budgets.ALLOCATORS or an Allocator, `knobs` are the scorer's own fields."""
-        scorer, rule = self.build(knobs), self.rule(allocate, knobs)
+        scorer = self.build(knobs)
+        rule = self.rule(allocate, knobs, scorer)
         sinks = self.num_sinks if num_sinks is None else num_sinks
         recent = self.num_recent if num_recent is None else num_recent
         return Policy(scorer, budget, rule, num_sinks=sinks, num_recent=recent, interval=interval)
 
-    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
         """How the budget is split: as the caller says, else as the authors do."""
         return allocator(self.allocate if allocate is None else allocate)
 
@@ -140,7 +144,7 @@ class TableMethod(Method):
         self.check(knobs)
         return self.scorer(**{name: value for name, value in knobs.items() if name not in ("table", "beta")})
 
-    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
         if allocate is not None:
             raise ValueError(f"allocate={allocate!r} and table={knobs['table']} both split the budget; leave one of them out")
         return PerHead.read(knobs["table"], knobs.get("beta", PerHead.beta))
@@ -148,9 +152,17 @@ class TableMethod(Method):
 
 @dataclass(frozen=True)
 class GateMethod(Method):
-    """A method with weights.  Its one knob is `gate`: a loaded gate, or the folder of one."""
+    """A method with weights.  Its one knob is `gate`: a loaded gate, or the folder of one.
+
+    split  how a gate of it splits the budget, in the place of `allocate`, unless the caller names an allocator
+    """
 
     trained: ClassVar[bool] = True
+
+    split: Callable[[Any], Allocator] | None = None
+
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
+        return self.split(scorer) if allocate is None and self.split is not None else super().rule(allocate, knobs, scorer)
 
     @property
     def defaults(self) -> dict[str, object]:
@@ -177,12 +189,12 @@ class ThresholdMethod(GateMethod):
     def defaults(self) -> dict[str, object]:
         return {"threshold": self.threshold, **super().defaults}
 
-    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
         if allocate is None:
             return Threshold(knobs.get("threshold", self.threshold))
         if "threshold" in knobs:
             raise ValueError(f"allocate={allocate!r} and threshold={knobs['threshold']} both say how many stay; leave one of them out")
-        return super().rule(allocate, knobs)
+        return super().rule(allocate, knobs, scorer)
 
 
 def named_scorer(base: object) -> object:
@@ -242,6 +254,9 @@ METHODS: dict[str, Method] = {
     "fast_kvzip": GateMethod(FastKVzip, "2601.17668", allocate="adaptive_global"),
     "kvzap": ThresholdMethod(KVzap, "2601.07891", allocate="adaptive_global", num_recent=128),
     "locret": GateMethod(Locret, "2410.01805"),
+    "trimkv": GateMethod(TrimKV, "2512.03324"),
+    "dms": GateMethod(DMS, "2506.05345", split=lambda gate: Threshold(0.0)),
+    "duo_attention": GateMethod(DuoAttention, "2410.10819", split=lambda gate: PerHead(gate.table, beta=1.0)),
 }
 
 

@@ -90,6 +90,8 @@ GATE_CONFIGS: dict[str, dict[str, object]] = {
     "fast_kvzip": dict(width=4, num_sinks=3),
     "kvzap": dict(width=6),
     "locret": dict(width=6),
+    "trimkv": dict(width=6),
+    "dms": dict(window=4),
 }
 
 SPLITS: dict[str, Callable[[BaseModel], Allocator]] = {
