@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 from learnkv import budgets
 from learnkv.budgets import Allocator, PerHead, Ratio
 from learnkv.checkpoint import load_gate
+from learnkv.gates.judge_q import JudgeQ
 from learnkv.gates.kvp import KVP
+from learnkv.gates.lookaheadkv import LookaheadKV
 from learnkv.heuristics.chunkkv import ChunkKV
 from learnkv.heuristics.criticalkv import CriticalKV
 from learnkv.heuristics.cur import CUR
+from learnkv.heuristics.dapq import DapQ
 from learnkv.heuristics.expected_attention import ExpectedAttention
 from learnkv.heuristics.h2o import H2O
 from learnkv.heuristics.keep_digits import KeepDigits
@@ -210,9 +213,12 @@ METHODS: dict[str, Method] = {
     "expected_attention": Method(ExpectedAttention, "2510.00636"),
     "qfilter": Method(QFilter, "2503.02812"),
     "kvzip": Method(KVzip, "2505.23416", allocate="adaptive_global"),
+    "dapq": Method(DapQ, "2603.11564"),
     "keep_digits": Method(KeepDigits),
     "keep_rare": Method(KeepRare),
     "kvp": GateMethod(KVP, "2602.10238"),
+    "lookaheadkv": GateMethod(LookaheadKV, "2603.10899"),
+    "judge_q": GateMethod(JudgeQ, "2509.10798"),
 }
 
 

@@ -23,7 +23,7 @@ ALLOWED = {
     "policy":      {"ops", "observation", "budgets"},
     "prompts":     {"names"},
     "assets":      {"names"},
-    "models":      {"names", "ops", "geometry", "assets", "transformers"},
+    "models":      {"names", "ops", "geometry", "assets", "capture", "transformers"},
     "capture":     {"ops", "assets", "transformers"},
     "projection":  {"capture"},
     "heuristics":  {"names", "ops", "rope", "geometry", "projection", "observation", "budgets", "policy"},

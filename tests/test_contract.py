@@ -82,10 +82,15 @@ SETTINGS: dict[str, dict[str, object]] = {
     "lagkv": dict(lag=8),
     "chunkkv": dict(chunk_size=5),
     "kvzip": dict(chunk_size=25),
+    "dapq": dict(num_tokens=6),
     "expected_attention": dict(future=8),
     "simlayerkv": dict(first=2, recent=6, threshold=0.3),
 }
-GATE_CONFIGS: dict[str, dict[str, object]] = {"kvp": dict(branch_width=6, width=10)}
+GATE_CONFIGS: dict[str, dict[str, object]] = {
+    "kvp": dict(branch_width=6, width=10),
+    "lookaheadkv": dict(num_tokens=5, rank=2),
+    "judge_q": dict(num_tokens=5),
+}
 
 SPLITS: dict[str, Callable[[BaseModel], Allocator]] = {
     **{name: lambda base, rule=rule: rule for name, rule in ALLOCATORS.items()},

@@ -172,7 +172,7 @@ def open_forward(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[t
 
 def close_forward(decoder: PreTrainedModel, args: tuple, kwargs: dict, output: object) -> None:
     if running.get() is not None:
-        kwargs["cache"].finish_forward(decoder)
+        kwargs["cache"].finish_forward(decoder, attach)
 
 
 def forget_forward(decoder: PreTrainedModel, args: tuple, output: object) -> None:
@@ -339,7 +339,7 @@ def attend_probe(probe: ProbeStep, state: LayerState, module: nn.Module, query: 
     keys, values = torch.cat([slots.keys, key], 2), torch.cat([slots.values, value], 2)
     out = sdpa_attention_forward(module, query, keys, values, visible, scaling=scale)[0]
     with torch.no_grad(), as_typed(query.device):
-        probe.observe(state, query, key)
+        probe.observe(state, slots, query, key)
     return out
 
 
