@@ -1,11 +1,13 @@
 """LookaheadKV and Judge Q: what both promise as gates."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+from learnkv import config
 from learnkv.checkpoint import load_gate, save_gate
 from learnkv.evaluation.reward import score_trace
 from learnkv.gates.probe_tokens import ProbeTokens
@@ -14,8 +16,9 @@ from learnkv.observation import NOT_SCORED, pooled
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach, evict
 from learnkv.runtime.cache import EvictionCache
+from learnkv.train import TrainCommand, run
 from tests.probe_parts import SMALL, Noting, folder_of_traces, gate_of, ids, model, moved_gate, served, trace, train
-from tests.recording import tiny_model
+from tests.recording import byte_tokenizer, tiny_model
 from tests.tiny_models import left_padded, tiny
 from tests.training_parts import batch_of
 
@@ -90,6 +93,22 @@ def test_rows_begin_as_the_models_own_embeddings_moved_by_the_seed(method):
     assert torch.equal(gates[0].tokens, gates[1].tokens) and not torch.equal(gates[0].tokens, gates[2].tokens)
     words = model().get_input_embeddings().weight
     assert (torch.cdist(gates[0].tokens, words).argmin(1) == torch.arange(5) * 256 // 5).all()
+
+
+@methods
+def test_the_train_command_makes_a_gate_that_serves(method, tmp_path, monkeypatch, capsys):
+    tiny_model(layers=3).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    lines = [{"context": f"The sky of day {i} is grey.", "question": "Which sky?", "answer": "grey"} for i in range(10)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.chdir(tmp_path)
+    smaller = ["model=model", "prompts=mine.jsonl", "table=1", "train.steps=4", "gate.num_tokens=3", "record.max_new_tokens=4"]
+    assert config.main(run, TrainCommand, [f"recipe={method}", *smaller]) == 0
+    assert f"\n{method}" in capsys.readouterr().out
+    gate = load_gate(f"checkpoints/runs/{method}", model())
+    assert method == gate.METHOD and served(gate, ids(20))
+    assert config.main(run, TrainCommand, [f"recipe={method}", *smaller, "record.also=[]"]) == 2
+    assert f"{method} trains on attention" in capsys.readouterr().err
 
 
 # ---- trained score = served score
