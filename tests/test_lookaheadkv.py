@@ -127,7 +127,10 @@ def test_a_gate_is_bound_to_a_model_once_and_anew_when_it_moved():
     first = gate.bind(lm)
     assert gate.bind(lm) is first
     lm.model.rotary_emb.inv_freq = lm.model.rotary_emb.inv_freq.clone()
-    assert gate.bind(lm) is not first
+    second = gate.bind(lm)
+    assert second is not first
+    lm.model.norm.weight = torch.nn.Parameter(lm.model.norm.weight.clone())
+    assert gate.bind(lm) is not second
 
 
 def test_a_model_that_nobody_uses_any_more_is_not_kept_by_its_gate():

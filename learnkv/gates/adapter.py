@@ -86,8 +86,9 @@ class Twin:
     linears: list[Any]
 
     def follows(self, decoder: PreTrainedModel) -> bool:
-        """Whether the other still has what was shared: a model that moves gets new buffers."""
-        return all(mine is its for mine, its in zip(self.decoder.buffers(), decoder.buffers(), strict=True))
+        """Whether the other still has what was shared: a model that moves gets new buffers, one that is edited new parameters."""
+        shared, its = ([*of.parameters(), *of.buffers()] for of in (self.decoder, decoder))
+        return len(shared) == len(its) and all(a is b for a, b in zip(shared, its, strict=True))
 
 
 def projections(base: BaseModel) -> dict[str, tuple[int, int]]:

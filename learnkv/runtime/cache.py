@@ -110,7 +110,6 @@ class EvictionCache(Cache):
         if positions not in ("original", "renumbered"):
             raise ValueError(f"positions={positions!r} is neither 'original' nor 'renumbered'")
         self.frozen = False
-        self.prefill_length: int | None = None
         self.take_policies(bind([policy, policy if decode is None else decode], model))
         self.decodes_by_itself = decode is not None
         scorers = [seat.scorer for seat in self.seats]
@@ -194,7 +193,7 @@ class EvictionCache(Cache):
         self.steps_since_prefill = 0
         self.pins: list[tuple[int, int, int]] = []
         self.told_of_pins = False
-        self.prefill_length = None
+        self.prefill_length: int | None = None
         self.unprobed: list[Tensor] = []  # per row, token ids of an announced prompt so far
         self.peak = 0
         self.step: Step | None = None
