@@ -56,8 +56,8 @@ class Adapter(nn.Module):
         """A copy of the decoder with PEFT's layers in it, which wait for their weights."""
         paths = [path for path, _, _ in self.targets()]
         refuse_lacking(decoder, paths)
-        shared = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
-        twin = copy.deepcopy(decoder, cast(Any, shared))
+        shared = tensors_of(decoder)
+        twin = copy.deepcopy(decoder, {id(t): cast(Any, t) for t in shared})
         trained = [p for p in decoder.parameters() if p.requires_grad]
         config = LoraConfig(r=self.rank, lora_alpha=cast(int, self.alpha), target_modules=paths)
         inject_adapter_in_model(config, twin, ADAPTER, low_cpu_mem_usage=True)
@@ -66,7 +66,7 @@ class Adapter(nn.Module):
         linears = [cast(Any, twin.get_submodule(path)) for path in paths]
         for linear in linears:
             del linear.lora_A[ADAPTER].weight, linear.lora_B[ADAPTER].weight
-        return Twin(twin, linears)
+        return Twin(twin, linears, shared)
 
     def give(self, twin: Twin) -> None:
         """The twin's layers take these weights, as they are now."""
@@ -80,15 +80,20 @@ class Adapter(nn.Module):
 
 @dataclass(frozen=True)
 class Twin:
-    """A decoder whose weights are another's, and those of its layers that have an adapter."""
+    """A decoder whose weights are another's, those of its layers that have an adapter, and all tensors that were shared."""
 
     decoder: PreTrainedModel
     linears: list[Any]
+    shared: list[Tensor]
 
     def follows(self, decoder: PreTrainedModel) -> bool:
         """Whether the other still has what was shared: a model that moves gets new buffers, one that is edited new parameters."""
-        shared, its = ([*of.parameters(), *of.buffers()] for of in (self.decoder, decoder))
-        return len(shared) == len(its) and all(a is b for a, b in zip(shared, its, strict=True))
+        its = tensors_of(decoder)
+        return len(self.shared) == len(its) and all(a is b for a, b in zip(self.shared, its, strict=True))
+
+
+def tensors_of(decoder: PreTrainedModel) -> list[Tensor]:
+    return [*decoder.parameters(), *decoder.buffers()]
 
 
 def projections(base: BaseModel) -> dict[str, tuple[int, int]]:
