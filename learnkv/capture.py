@@ -131,6 +131,14 @@ def blocks_of(decoder: nn.Module) -> list[nn.Module]:
     return list(decoder.get_submodule("layers").children())
 
 
+def filled_cache(decoder: PreTrainedModel, keys: Tensor, values: Tensor) -> DynamicCache:
+    """transformers' own cache that holds keys, values [layers, B, H, n, D] of all layers of a decoder."""
+    cache = DynamicCache(config=decoder.config)
+    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+        cache.update(k, v, layer)
+    return cache
+
+
 def evictable_layers(model: PreTrainedModel) -> list[int]:
     """Which of the decoder layers have tokens that can be evicted, ascending: those of full attention, not sliding ones."""
     return [i for i, layer in enumerate(DynamicCache(config=model.config).layers) if type(layer) is DynamicLayer]

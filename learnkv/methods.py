@@ -13,13 +13,16 @@ from learnkv.checkpoint import load_gate
 from learnkv.gates.dms import DMS
 from learnkv.gates.duo_attention import DuoAttention
 from learnkv.gates.fast_kvzip import FastKVzip
+from learnkv.gates.judge_q import JudgeQ
 from learnkv.gates.kvp import KVP
 from learnkv.gates.kvzap import KVzap
 from learnkv.gates.locret import Locret
+from learnkv.gates.lookaheadkv import LookaheadKV
 from learnkv.gates.trimkv import TrimKV
 from learnkv.heuristics.chunkkv import ChunkKV
 from learnkv.heuristics.criticalkv import CriticalKV
 from learnkv.heuristics.cur import CUR
+from learnkv.heuristics.dapq import DapQ
 from learnkv.heuristics.expected_attention import ExpectedAttention
 from learnkv.heuristics.h2o import H2O
 from learnkv.heuristics.keep_digits import KeepDigits
@@ -248,6 +251,7 @@ METHODS: dict[str, Method] = {
     "expected_attention": Method(ExpectedAttention, "2510.00636"),
     "qfilter": Method(QFilter, "2503.02812"),
     "kvzip": Method(KVzip, "2505.23416", allocate="adaptive_global"),
+    "dapq": Method(DapQ, "2603.11564"),
     "keep_digits": Method(KeepDigits),
     "keep_rare": Method(KeepRare),
     "kvp": GateMethod(KVP, "2602.10238"),
@@ -257,6 +261,8 @@ METHODS: dict[str, Method] = {
     "trimkv": GateMethod(TrimKV, "2512.03324"),
     "dms": GateMethod(DMS, "2506.05345", split=lambda gate: Threshold(0.0)),
     "duo_attention": GateMethod(DuoAttention, "2410.10819", split=lambda gate: PerHead(gate.table, beta=1.0)),
+    "lookaheadkv": GateMethod(LookaheadKV, "2603.10899"),
+    "judge_q": GateMethod(JudgeQ, "2509.10798"),
 }
 
 

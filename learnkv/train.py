@@ -32,7 +32,7 @@ from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
 from learnkv.methods import METHODS
-from learnkv.models import DTYPES, BaseModel, PreTrainedModel, load_model, refuse_beyond_positions
+from learnkv.models import DTYPES, BaseModel, PreTrainedModel, describe, load_model, refuse_beyond_positions
 from learnkv.names import unknown
 from learnkv.observation import Scorer
 from learnkv.prompts import Prompt
@@ -191,7 +191,7 @@ def announce(command: TrainCommand, plan: Plan) -> None:
 
 def train(command: TrainCommand, gate_config: object, traces: TraceDataset, model: PreTrainedModel, folder: Path) -> Gate:
     """The trained gate."""
-    gate = new_gate(command, gate_config, traces.base_model)
+    gate = new_gate(command, gate_config, describe(model))
     gate.meet(model)
     training, heldout = traces.split("train"), traces.split("heldout")
     if place()[0] == 0:

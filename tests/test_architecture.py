@@ -24,7 +24,7 @@ ALLOWED = {
     "policy":      {"names", "counts", "ops", "observation", "budgets"},
     "prompts":     {"names"},
     "assets":      {"names"},
-    "models":      {"names", "ops", "geometry", "assets", "transformers"},
+    "models":      {"names", "ops", "geometry", "assets", "capture", "transformers"},
     "capture":     {"ops", "assets", "transformers"},
     "projection":  {"capture"},
     "reconstruction": {"ops", "observation"},

@@ -82,6 +82,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "lagkv": dict(lag=8),
     "chunkkv": dict(chunk_size=5),
     "kvzip": dict(chunk_size=25),
+    "dapq": dict(num_tokens=6),
     "expected_attention": dict(future=8),
     "simlayerkv": dict(first=2, recent=6, threshold=0.3),
 }
@@ -92,6 +93,8 @@ GATE_CONFIGS: dict[str, dict[str, object]] = {
     "locret": dict(width=6),
     "trimkv": dict(width=6),
     "dms": dict(window=4),
+    "lookaheadkv": dict(num_tokens=5, rank=2),
+    "judge_q": dict(num_tokens=5),
 }
 
 SPLITS: dict[str, Callable[[BaseModel], Allocator]] = {

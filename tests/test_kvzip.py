@@ -7,7 +7,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from learnkv import budgets
 from learnkv.budgets import Ratio
 from learnkv.capture import capture
-from learnkv.heuristics.kvzip import NOT_SCORED, KVzip
+from learnkv.heuristics.kvzip import KVzip
+from learnkv.observation import NOT_SCORED
 from learnkv.policy import Policy
 from learnkv.reconstruction import ONWARD, WHOLE
 from learnkv.runtime.attach import attach

@@ -98,9 +98,9 @@ def test_with_norms_of_one_kvzip_plus_is_kvzip(rows):
 def test_rows_repeat_every_chunk_after_the_last_tokens_of_the_one_before():
     ids = torch.arange(40)
     first, second, third = reconstruction.repetitions(ids, WHOLE, ONWARD, chunk_size=15, overlap=2)
-    assert first.token_ids.tolist() == [*WHOLE.tolist(), *range(15)]
-    assert second.token_ids.tolist() == [*ONWARD.tolist(), *range(13, 30)]
-    assert third.token_ids.tolist() == [*ONWARD.tolist(), *range(28, 40)]
+    assert first.rows.tolist() == [*WHOLE.tolist(), *range(15)]
+    assert second.rows.tolist() == [*ONWARD.tolist(), *range(13, 30)]
+    assert third.rows.tolist() == [*ONWARD.tolist(), *range(28, 40)]
     assert [(p.start, p.stop, p.position) for p in (first, second, third)] == [(0, 15, 40), (15, 30, 40), (30, 40, 40)]
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from learnkv.gates.base import Gate
 from learnkv.gates.ranking import PROTECTED, reward_of
 from learnkv.observation import Observation, Scorer, Slots
 from learnkv.traces.dataset import TraceDataset
@@ -32,6 +33,8 @@ def rewards(scorers: Mapping[str, Scorer], traces: TraceDataset, scales: Sequenc
 
 def score_trace(scorer: Scorer, trace: Trace, scales: Sequence[float]) -> Tensor:
     """[layers, H, n] float32 what the scorer says at the end of the context, had it seen it in one prefill."""
+    if isinstance(scorer, Gate):
+        return scorer.score_trace(trace)  # it may run rows of its own
     seen = (first_look(scorer, trace, layer, scales) for layer in range(len(scales)))
     return torch.cat([scorer.score(with_memory(obs, scorer.remember(obs))) for obs in seen])
 

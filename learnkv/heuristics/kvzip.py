@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from learnkv import reconstruction
-from learnkv.observation import Observation, Probe, Scorer
+from learnkv.observation import Observation, Probe, ProbeScorer
 from learnkv.reconstruction import Tokenizer
-
-NOT_SCORED = 2.0  # above any attention: tokens that no probe was about stay
 
 
 @dataclass(frozen=True)
-class KVzip(Scorer):
+class KVzip(ProbeScorer):
     """score_j = largest attention on token j while the model is made to repeat the prompt (arXiv:2505.23416, section 3.2).
 
     The prompt is cut in chunks.  Per chunk an instruction to repeat it, for later chunks with the last tokens of the chunk
@@ -31,19 +29,11 @@ class KVzip(Scorer):
     overlap: int = reconstruction.OVERLAP  # tokens of the chunk before, in the instruction
     num_prefix: int = reconstruction.NUM_PREFIX  # first tokens of the prompt in every softmax
 
-    memory_size = 1
-
     def __post_init__(self) -> None:
         if self.chunk_size < 1 or self.overlap < 0 or self.num_prefix < 0:
             raise ValueError(
                 f"chunk_size={self.chunk_size}, overlap={self.overlap}, num_prefix={self.num_prefix} count tokens; give at least 1, 0, 0"
             )
-
-    def remember(self, obs: Observation) -> Tensor:
-        return obs.write_new(torch.full((*obs.new_slots.shape, 1), NOT_SCORED, device=obs.new_slots.device))
-
-    def score(self, obs: Observation) -> Tensor:
-        return obs.memory[..., 0]
 
     def probe(self, token_ids: Tensor) -> list[Probe]:
         whole, onward = reconstruction.instructions(self.tokenizer)

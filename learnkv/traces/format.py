@@ -363,10 +363,11 @@ def read_config(folder: Path) -> TraceConfig:
 
 
 def config_of(path: Path, values: dict) -> TraceConfig:
-    """The dataclass out of the file's values; a missing or additional key is an edit."""
+    """The dataclass out of the file's values; a missing or additional key is an edit, but for what earlier versions did not write."""
     want = {f.name for f in fields(TraceConfig)}, {f.name for f in fields(BaseModel)}
     base = values.get("base_model")
-    have = set(values), set(base if isinstance(base, dict) else ())
+    later = {f.name for f in fields(BaseModel) if not f.compare}
+    have = set(values), set(base) | later if isinstance(base, dict) else set()
     if have != want:
         raise ValueError(f"{path} was edited: it has the keys {sorted(have[0] | have[1])}, not {sorted(want[0] | want[1])}; record again")
     try:

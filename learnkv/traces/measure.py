@@ -119,7 +119,7 @@ def reconstruction_targets(
         raise ValueError(f"trace {bare.id} does not say how the model is asked to repeat its context; record it again")
     layers, parts = evictable_layers(model), []
     for probe in reconstruction.repetitions(bare.ids, bare.repeat_whole, bare.repeat_onward):
-        after = run(model, probe.token_ids, copy.deepcopy(cache))[0]
+        after = run(model, probe.rows, copy.deepcopy(cache))[0]
         rows = [repeating_rows(probe, taken.queries[i], after.layers[i].keys, s) for i, s in zip(layers, scales, strict=True)]
         part = {}
         if "reconstruction" in wanted:
@@ -135,7 +135,7 @@ def reconstruction_targets(
 
 def repeating_rows(probe: Probe, queries: Tensor, keys: Tensor, scale: float) -> reconstruction.Rows:
     """What one layer shows of a probe's rows: queries [1, Q, R, D], keys [1, H, n + R, D] of the context and the rows."""
-    context, own = keys.split([keys.shape[2] - len(probe.token_ids), len(probe.token_ids)], 2)
+    context, own = keys.split([keys.shape[2] - len(probe.rows), len(probe.rows)], 2)
     positions = torch.arange(context.shape[2], device=keys.device).expand(context.shape[:3])
     return reconstruction.Rows(queries, own, context, reconstruction.repeated(positions, probe)[1], scale)
 

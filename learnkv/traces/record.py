@@ -254,7 +254,7 @@ def bare_trace(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: Reco
         return trace
     whole, onward = reconstruction.instructions(tokenizer)
     repeats = reconstruction.repetitions(trace.ids, whole, onward)
-    refuse_beyond(limit, record, len(trace.ids), max(len(probe.token_ids) for probe in repeats))
+    refuse_beyond(limit, record, len(trace.ids), max(len(probe.rows) for probe in repeats))
     return replace(trace, repeat_whole=whole, repeat_onward=onward)
 
 
