@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-Want = Literal["queries", "keys", "values", "hidden", "block_input"]
+Want = Literal["queries", "keys", "values", "hidden", "block_input", "queries_pre_rope"]
 
 
 @dataclass
@@ -28,6 +28,7 @@ class Captured:
     values       [B, H, T, D]
     hidden       [B, T, M] input of self-attention (after the input layernorm)
     block_input  [B, T, M] input of the decoder layer
+    queries_pre_rope  [B, Q, T, D] before rotation
     """
 
     queries: dict[int, Tensor] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Captured:
     values: dict[int, Tensor] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     block_input: dict[int, Tensor] = field(default_factory=dict)
+    queries_pre_rope: dict[int, Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
         for name in get_args(Want):
@@ -72,6 +74,9 @@ def capture_hooks(decoder: PreTrainedModel, taken: Captured, want: set[Want]) ->
     def enter_block(index: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         taken.block_input[index] = args[0] if args else kwargs["hidden_states"]
 
+    def leave_query_projection(index: int, attention: nn.Module, width: int, module: nn.Module, args: tuple, output: Tensor) -> None:
+        taken.queries_pre_rope[index] = queries_before_rope(attention, width, output)
+
     def enter_attention(index: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if "hidden" in want:
             taken.hidden[index] = args[0] if args else kwargs["hidden_states"]
@@ -81,7 +86,11 @@ def capture_hooks(decoder: PreTrainedModel, taken: Captured, want: set[Want]) ->
     for index, block in enumerate(blocks_of(decoder)):
         if "block_input" in want:
             yield block.register_forward_pre_hook(partial(enter_block, index), with_kwargs=True)
-        yield block.get_submodule("self_attn").register_forward_pre_hook(partial(enter_attention, index), with_kwargs=True)
+        attention = block.get_submodule("self_attn")
+        yield attention.register_forward_pre_hook(partial(enter_attention, index), with_kwargs=True)
+        if "queries_pre_rope" in want:
+            projection, width = known_query_projection(attention)
+            yield projection.register_forward_hook(partial(leave_query_projection, index, attention, width))
 
 
 def capture_attention(
@@ -122,6 +131,14 @@ def blocks_of(decoder: nn.Module) -> list[nn.Module]:
     return list(decoder.get_submodule("layers").children())
 
 
+def filled_cache(decoder: PreTrainedModel, keys: Tensor, values: Tensor) -> DynamicCache:
+    """transformers' own cache that holds keys, values [layers, B, H, n, D] of all layers of a decoder."""
+    cache = DynamicCache(config=decoder.config)
+    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+        cache.update(k, v, layer)
+    return cache
+
+
 def evictable_layers(model: PreTrainedModel) -> list[int]:
     """Which of the decoder layers have tokens that can be evicted, ascending: those of full attention, not sliding ones."""
     return [i for i, layer in enumerate(DynamicCache(config=model.config).layers) if type(layer) is DynamicLayer]
@@ -139,6 +156,27 @@ def query_projection(layer: nn.Module) -> tuple[nn.Module, int] | None:
         if projection is not None and getattr(projection, "out_features", width) == width:
             return projection, queries
     return None
+
+
+def known_query_projection(layer: nn.Module) -> tuple[nn.Module, int]:
+    """`query_projection`, or a ValueError that names the model's attention."""
+    found = query_projection(layer)
+    if found is None:
+        raise ValueError(
+            f"{type(layer).__name__} projects queries in a way that learnkv does not know (neither q_proj nor qkv_proj with queries, keys "
+            "and values side by side), so they can't be had before rotation; take another method"
+        )
+    return found
+
+
+def queries_before_rope(layer: nn.Module, width: int, output: Tensor) -> Tensor:
+    """[B, Q, T, D] the first `width` outputs of a query projection, after the model's query norm where it has one, be it over a head or
+    over all."""
+    norm = getattr(layer, "q_norm", nn.Identity())
+    heads = output.detach()[..., :width].unflatten(-1, (-1, layer.head_dim))  # [B, T, Q, D]
+    over_all = getattr(getattr(norm, "weight", None), "shape", [layer.head_dim])[-1] != layer.head_dim
+    heads = norm(heads.flatten(-2)).view_as(heads) if over_all else norm(heads)
+    return heads.transpose(1, 2)
 
 
 def stock_attention(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -55,7 +55,8 @@ def run(command: EvaluateCommand) -> None:
     print(f"prompts: {len(asked)} with {sum(len(p.questions) for p in asked)} questions, {len({p.kind for p in asked})} kinds")
     print(f"rows of each: {len(plans)}: {', '.join(dict.fromkeys(p.contender.line for p in plans))}")
     print(f"rows go to {rows_file}; a stopped run goes on from there", flush=True)
-    rows = compare(model, tokenizer, asked, plans, path=rows_file, progress=partial(tqdm, desc="prompts", unit="prompt", file=sys.stderr))
+    bar = partial(tqdm, desc="prompts", unit="prompt", file=sys.stderr)
+    rows = compare(model, tokenizer, asked, plans, path=rows_file, question=settings.question, progress=bar)
     show(rows, Path(settings.out))
     gate = f" gate={command.gate}" if command.gate else ""
     print(f"next: python -m learnkv.generate model={command.model}{gate} compare=true")

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from learnkv import budgets
-from learnkv.budgets import Allocator, PerHead, Ratio
+from learnkv.budgets import Allocator, PerHead, Ratio, Threshold
 from learnkv.checkpoint import load_gate
+from learnkv.gates.dms import DMS
+from learnkv.gates.duo_attention import DuoAttention
+from learnkv.gates.fast_kvzip import FastKVzip
+from learnkv.gates.judge_q import JudgeQ
 from learnkv.gates.kvp import KVP
+from learnkv.gates.kvzap import KVzap
+from learnkv.gates.locret import Locret
+from learnkv.gates.lookaheadkv import LookaheadKV
+from learnkv.gates.trimkv import TrimKV
 from learnkv.heuristics.chunkkv import ChunkKV
 from learnkv.heuristics.criticalkv import CriticalKV
 from learnkv.heuristics.cur import CUR
+from learnkv.heuristics.dapq import DapQ
 from learnkv.heuristics.expected_attention import ExpectedAttention
 from learnkv.heuristics.h2o import H2O
 from learnkv.heuristics.keep_digits import KeepDigits
@@ -55,7 +64,7 @@ class Method:
     scorer    class whose dataclass fields are the method's knobs; those without a default must be given
     paper     arXiv id, "" for a control of ours
     allocate  name in budgets.ALLOCATORS, used unless the caller names another
-    num_sinks first tokens that always stay, unless the caller says otherwise
+    num_sinks, num_recent  first and last tokens that always stay, unless the caller says otherwise
     """
 
     trained: ClassVar[bool] = False
@@ -64,6 +73,7 @@ class Method:
     paper: str = ""
     allocate: str = "uniform"
     num_sinks: int = Policy.num_sinks
+    num_recent: int = Policy.num_recent
 
     def __call__(
         self,
@@ -71,16 +81,18 @@ class Method:
         *,
         allocate: str | Allocator | None = None,
         num_sinks: int | None = None,
-        num_recent: int = Policy.num_recent,
+        num_recent: int | None = None,
         interval: int = Policy.interval,
         **knobs: object,
     ) -> Policy:
         """A Policy; `allocate` is a name in budgets.ALLOCATORS or an Allocator, `knobs` are the scorer's own fields."""
-        scorer, rule = self.build(knobs), self.rule(allocate, knobs)
+        scorer = self.build(knobs)
+        rule = self.rule(allocate, knobs, scorer)
         sinks = self.num_sinks if num_sinks is None else num_sinks
-        return Policy(scorer, budget, rule, num_sinks=sinks, num_recent=num_recent, interval=interval)
+        recent = self.num_recent if num_recent is None else num_recent
+        return Policy(scorer, budget, rule, num_sinks=sinks, num_recent=recent, interval=interval)
 
-    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
         """How the budget is split: as the caller says, else as the authors do."""
         return allocator(self.allocate if allocate is None else allocate)
 
@@ -135,7 +147,7 @@ class TableMethod(Method):
         self.check(knobs)
         return self.scorer(**{name: value for name, value in knobs.items() if name not in ("table", "beta")})
 
-    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any]) -> Allocator:
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
         if allocate is not None:
             raise ValueError(f"allocate={allocate!r} and table={knobs['table']} both split the budget; leave one of them out")
         return PerHead.read(knobs["table"], knobs.get("beta", PerHead.beta))
@@ -143,9 +155,17 @@ class TableMethod(Method):
 
 @dataclass(frozen=True)
 class GateMethod(Method):
-    """A method with weights.  Its one knob is `gate`: a loaded gate, or the folder of one."""
+    """A method with weights.  Its one knob is `gate`: a loaded gate, or the folder of one.
+
+    split  how a gate of it splits the budget, in the place of `allocate`, unless the caller names an allocator
+    """
 
     trained: ClassVar[bool] = True
+
+    split: Callable[[Any], Allocator] | None = None
+
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
+        return self.split(scorer) if allocate is None and self.split is not None else super().rule(allocate, knobs, scorer)
 
     @property
     def defaults(self) -> dict[str, object]:
@@ -157,6 +177,27 @@ class GateMethod(Method):
         if not isinstance(gate, self.scorer):
             raise ValueError(f"gate={knobs['gate']!r} is a {type(gate).__name__}, not a {self.scorer.__name__}; give a gate of this method")
         return gate
+
+
+@dataclass(frozen=True)
+class ThresholdMethod(GateMethod):
+    """A gate whose scores say how many tokens stay: one knob more, `threshold`, the least that a token must score.
+
+    The budget is then the most that a head keeps.  Where `allocate` is named, scores only say which tokens stay, as everywhere.
+    """
+
+    threshold: float = -4.0  # kvpress's example for Qwen3-8B; another model has another
+
+    @property
+    def defaults(self) -> dict[str, object]:
+        return {"threshold": self.threshold, **super().defaults}
+
+    def rule(self, allocate: str | Allocator | None, knobs: Mapping[str, Any], scorer: Scorer) -> Allocator:
+        if allocate is None:
+            return Threshold(knobs.get("threshold", self.threshold))
+        if "threshold" in knobs:
+            raise ValueError(f"allocate={allocate!r} and threshold={knobs['threshold']} both say how many stay; leave one of them out")
+        return super().rule(allocate, knobs, scorer)
 
 
 def named_scorer(base: object) -> object:
@@ -210,9 +251,18 @@ METHODS: dict[str, Method] = {
     "expected_attention": Method(ExpectedAttention, "2510.00636"),
     "qfilter": Method(QFilter, "2503.02812"),
     "kvzip": Method(KVzip, "2505.23416", allocate="adaptive_global"),
+    "dapq": Method(DapQ, "2603.11564"),
     "keep_digits": Method(KeepDigits),
     "keep_rare": Method(KeepRare),
     "kvp": GateMethod(KVP, "2602.10238"),
+    "fast_kvzip": GateMethod(FastKVzip, "2601.17668", allocate="adaptive_global"),
+    "kvzap": ThresholdMethod(KVzap, "2601.07891", allocate="adaptive_global", num_recent=128),
+    "locret": GateMethod(Locret, "2410.01805"),
+    "trimkv": GateMethod(TrimKV, "2512.03324"),
+    "dms": GateMethod(DMS, "2506.05345", split=lambda gate: Threshold(0.0)),
+    "duo_attention": GateMethod(DuoAttention, "2410.10819", split=lambda gate: PerHead(gate.table, beta=1.0)),
+    "lookaheadkv": GateMethod(LookaheadKV, "2603.10899"),
+    "judge_q": GateMethod(JudgeQ, "2509.10798"),
 }
 
 

@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +29,7 @@ from transformers import (
 from transformers.utils import logging
 
 from learnkv import assets
+from learnkv.capture import evictable_layers
 from learnkv.geometry import kv_shape, removable_frequencies
 from learnkv.names import nearest, unknown
 
@@ -60,6 +61,9 @@ class BaseModel:
     weights_hash  `weights_hash` of its parameters
     num_layers    evictable layers: sliding-window ones do not count
     frequencies   of RoPE in those layers, where taking it off by them gives the keys as they were before; else ()
+    layers        which of the decoder's layers are the evictable ones
+    intermediate_size  inner width of the MLPs, 0 where the configuration names none
+    The weights' hash speaks for the last two, which traces of earlier versions lack.
     """
 
     name: str
@@ -70,9 +74,12 @@ class BaseModel:
     head_dim: int
     hidden_size: int
     frequencies: tuple[float, ...] = ()
+    layers: tuple[int, ...] = field(default=(), compare=False)
+    intermediate_size: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "frequencies", tuple(self.frequencies))  # json knows lists only
+        for name in ("frequencies", "layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # json knows lists only
 
     @property
     def rope_hash(self) -> str:
@@ -236,6 +243,8 @@ def describe(model: PreTrainedModel) -> BaseModel:
         head_dim=head_dim,
         hidden_size=config.hidden_size,
         frequencies=removable_frequencies(model),
+        layers=tuple(evictable_layers(model)),
+        intermediate_size=getattr(config, "intermediate_size", 0),
     )
 
 

@@ -193,11 +193,19 @@ class Observation:
         return torch.where(real, (self.num_seen - self.num_new)[:, None] + real.cumsum(-1) - 1, -1)
 
     @cached_property
+    def new_keys(self) -> Tensor:
+        """[B, H, T, D] keys of this step's tokens as they were born, read where they lie; meaningless where padding is."""
+        return self.of_new(self.slots.key_pages)
+
+    @cached_property
     def new_values(self) -> Tensor:
-        """[B, H, T, D] values of this step's tokens, read where they lie; meaningless where padding is."""
-        P = self.slots.value_pages.shape[1]
-        slots = self.new_slots.clamp(min=0)
-        return self.slots.value_pages[self.slots.table.long().gather(2, slots // P), slots % P]
+        """[B, H, T, D] values of this step's tokens, likewise."""
+        return self.of_new(self.slots.value_pages)
+
+    def of_new(self, pages: Tensor) -> Tensor:
+        """pages [N, P, X] -> [B, H, T, X] of this step's tokens."""
+        P, slots = pages.shape[1], self.new_slots.clamp(min=0)
+        return pages[self.slots.table.long().gather(2, slots // P), slots % P]
 
     def with_columns(self, start: int, stop: int) -> Observation:
         """The same with a part of this scorer's memory: its columns start..stop - 1."""
@@ -281,18 +289,58 @@ class Wrapper(Scorer):
         return self.base.remember(obs)
 
 
+NOT_SCORED = 2.0  # above any attention: tokens that no probe was about stay
+
+
+class ProbeScorer(Scorer):
+    """Scores a prompt by what rows of its own, run after it (`probe`), see of it; `absorb` writes that beside the slots.
+
+    Tokens that come later have no score and stay before all that have one.
+    """
+
+    memory_size = 1
+
+    def remember(self, obs: Observation) -> Tensor:
+        return obs.write_new(torch.full((*obs.new_slots.shape, 1), NOT_SCORED, device=obs.new_slots.device))
+
+    def score(self, obs: Observation) -> Tensor:
+        return obs.memory[..., 0]
+
+
+def pooled(scores: Tensor, positions: Tensor, kernel_size: int) -> Tensor:
+    """[B, H, L] the largest score among each slot's neighbours, kernel_size // 2 to both sides; slots that are not scored take no part.
+
+    scores       [B, H, L] of a ProbeScorer
+    positions    [B, H, L] int32, -1 where empty
+    kernel_size  slots, odd; 0 or 1 for no pooling
+    """
+    if kernel_size < 2:
+        return scores
+    scored = scores < NOT_SCORED
+    most = ops.pool(scores, positions.masked_fill(~scored, -1), kernel_size=kernel_size, pooling="max")
+    return torch.where(scored, most, scores)
+
+
+def refuse_kernel(kernel_size: int) -> None:
+    """Raises a ValueError for a pooling kernel without a middle slot."""
+    if kernel_size < 0 or (kernel_size and kernel_size % 2 == 0):
+        raise ValueError(f"kernel_size={kernel_size} has no middle slot; give an odd number, 0 or 1 for no pooling")
+
+
 @dataclass(frozen=True)
 class Probe:
-    """Token rows that a scorer wants run after the prompt; they see the cache and themselves, and leave nothing in it.
+    """Rows that a scorer wants run after the prompt; they see the cache and themselves, and leave nothing in it.
 
     Numbers count from the first of the prompt's tokens that `Scorer.probe` was given; `Scorer.absorb` gets them as positions of the row.
 
-    token_ids   [R] int64
+    rows        [R] int64 token ids, or [R, M] embeddings
     start, stop the prompt tokens that these rows are about (KVzip: the chunk they repeat)
     position    RoPE position of the first row; the rows follow each other from there
+    decoder     runs these rows in the place of the model's own: a copy with an adapter, of the same layers
     """
 
-    token_ids: Tensor
+    rows: Tensor
     start: int
     stop: int
     position: int
+    decoder: nn.Module | None = None

@@ -32,7 +32,7 @@ from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
 from learnkv.methods import METHODS
-from learnkv.models import DTYPES, BaseModel, PreTrainedModel, load_model, refuse_beyond_positions
+from learnkv.models import DTYPES, BaseModel, PreTrainedModel, describe, load_model, refuse_beyond_positions
 from learnkv.names import unknown
 from learnkv.observation import Scorer
 from learnkv.prompts import Prompt
@@ -75,6 +75,7 @@ class TrainCommand:
 
 def run(command: TrainCommand) -> None:
     gate_config = config_of(command)  # a mistake in it should not wait for the model
+    refuse_lacking(command)
     command = replace(command, gate=asdict(cast(Any, gate_config)))
     folder = Path(command.runs) / (command.name or name_of(command.recipe))
     join_processes()
@@ -92,7 +93,7 @@ def run(command: TrainCommand) -> None:
         if place()[0] == 0:
             announce(command, plan)
         traces = record_plan(plan, model, progress=True)
-        gate = train(command, gate_config, traces, folder)
+        gate = train(command, gate_config, traces, model, folder)
         if place()[0] == 0:
             save_gate(gate, folder, settled(command))
             conclude(command, model, tokenizer, asked, traces, gate, folder)
@@ -110,6 +111,16 @@ def config_of(command: TrainCommand) -> object:
     if command.method not in GATES:
         raise unknown("method", command.method, GATES)
     return config.build(GATES[command.method].Config, command.gate, f"recipe {command.recipe}: gate")
+
+
+def refuse_lacking(command: TrainCommand) -> None:
+    """Refuses a recipe whose traces lack what the method reads."""
+    lacking = sorted(GATES[command.method].READS - set(command.record.holds))
+    if lacking and command.record.mode != "ids":
+        raise ValueError(
+            f"{command.method} trains on {', '.join(lacking)}, which recipe {command.recipe} does not record (record.also="
+            f"{command.record.also}); add it there, or take recipe={command.method}"
+        )
 
 
 def join_processes() -> None:
@@ -178,9 +189,10 @@ def announce(command: TrainCommand, plan: Plan) -> None:
     print(f"traces: {plan.folder}, {len(plan.jobs) - len(plan.missing)} there, {len(plan.missing)} to record", flush=True)
 
 
-def train(command: TrainCommand, gate_config: object, traces: TraceDataset, folder: Path) -> Gate:
+def train(command: TrainCommand, gate_config: object, traces: TraceDataset, model: PreTrainedModel, folder: Path) -> Gate:
     """The trained gate."""
-    gate = new_gate(command, gate_config, traces.base_model)
+    gate = new_gate(command, gate_config, describe(model))
+    gate.meet(model)
     training, heldout = traces.split("train"), traces.split("heldout")
     if place()[0] == 0:
         size = sum(p.numel() for p in gate.parameters())

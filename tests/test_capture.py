@@ -5,11 +5,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from learnkv.capture import capture
+from learnkv.rope import rotary_frequencies, turn_back
 
 SMALL = dict(
     vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
 )
-ALL = {"queries", "keys", "values", "hidden", "block_input"}
+ALL = {"queries", "keys", "values", "hidden", "block_input", "queries_pre_rope"}
 
 
 LLAMA, QWEN = (LlamaConfig, LlamaForCausalLM), (Qwen3Config, Qwen3ForCausalLM)
@@ -52,6 +53,22 @@ def test_captured_hidden_is_the_normed_block_input(model):
         model(torch.randint(0, 97, (1, 11)))
     for layer, block in enumerate(model.model.layers):
         torch.testing.assert_close(block.input_layernorm(taken.block_input[layer]), taken.hidden[layer])
+
+
+@torch.no_grad()
+def test_captured_queries_before_rope_are_those_of_the_model_once_they_are_turned(model):
+    with capture(model, ALL) as taken:
+        model(torch.randint(0, 97, (2, 11)))
+    angle = torch.arange(11)[:, None] * rotary_frequencies(model)[0]
+    for layer, queries in taken.queries.items():
+        torch.testing.assert_close(turn_back(queries, angle.cos(), angle.sin()), taken.queries_pre_rope[layer])
+
+
+def test_a_model_whose_query_projection_is_unknown_is_refused_by_name(model):
+    del model.model.layers[1].self_attn.q_proj
+    with pytest.raises(ValueError, match="Attention projects queries in a way"), capture(model, {"queries_pre_rope"}):
+        pass
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 @torch.no_grad()

@@ -140,6 +140,18 @@ def test_each_question_has_rows_of_its_own(model, tokenizer, plans):
     assert one.nll != two.nll and one.kept_mean == two.kept_mean
 
 
+def test_a_question_inside_is_compressed_with_its_context_and_has_a_prefill_of_its_own(model, tokenizer, plans):
+    prompt = short_prompt(questions=2)
+    rows = compare(model, tokenizer, [prompt], plans[:2], question="inside")
+    assert [row.question for row in rows] == [0, 0, 1, 1] and all(row.question_in_prefix for row in rows)
+    for row, e in zip(rows[::2], encode_prompt(model, tokenizer, prompt), strict=True):
+        assert row.num_tokens == len(e.context) + len(e.question) - 1
+        logits = model(torch.cat([e.context, e.question, e.answer])[None]).logits[0, -len(e.answer) - 1 : -1]
+        assert row.nll == pytest.approx(F.cross_entropy(logits, e.answer).item(), abs=1e-5)
+    outside = compare(model, tokenizer, [prompt], plans[:2])
+    assert not {row.key for row in rows} & {row.key for row in outside}
+
+
 def test_a_question_without_tokens_borrows_the_last_of_the_context(model, tokenizer, plans):
     text = Prompt("user", "user", "Some plain text that goes on and", (Question("", "", " on"),), chat=False)
     (encoded,) = encode_prompt(model, tokenizer, text)
@@ -301,7 +313,7 @@ def test_nan_of_a_model_is_refused_with_prompt_and_method(model, tokenizer, plan
 def test_cost_of_scoring_is_seen_once_per_method(model, tokenizer, plans):
     bench = Bench(model, describe(model))
     (encoded,) = encode_prompt(model, tokenizer, short_prompt())
-    cells = bench.cells(short_prompt(), [encoded], plans)
-    rows = list(bench.rows([encoded], cells))
+    [(asked, cells)] = bench.tasks(short_prompt(), [encoded], plans, inside=False)
+    rows = list(bench.rows(asked, cells))
     assert all(row.prefill_seconds > 0 and row.extra_seconds >= 0 for row in rows)
     assert len({row.prefill_seconds for row in rows}) == 1 and rows[0].extra_seconds == 0

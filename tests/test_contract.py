@@ -82,10 +82,20 @@ SETTINGS: dict[str, dict[str, object]] = {
     "lagkv": dict(lag=8),
     "chunkkv": dict(chunk_size=5),
     "kvzip": dict(chunk_size=25),
+    "dapq": dict(num_tokens=6),
     "expected_attention": dict(future=8),
     "simlayerkv": dict(first=2, recent=6, threshold=0.3),
 }
-GATE_CONFIGS: dict[str, dict[str, object]] = {"kvp": dict(branch_width=6, width=10)}
+GATE_CONFIGS: dict[str, dict[str, object]] = {
+    "kvp": dict(branch_width=6, width=10),
+    "fast_kvzip": dict(width=4, num_sinks=3),
+    "kvzap": dict(width=6),
+    "locret": dict(width=6),
+    "trimkv": dict(width=6),
+    "dms": dict(window=4),
+    "lookaheadkv": dict(num_tokens=5, rank=2),
+    "judge_q": dict(num_tokens=5),
+}
 
 SPLITS: dict[str, Callable[[BaseModel], Allocator]] = {
     **{name: lambda base, rule=rule: rule for name, rule in ALLOCATORS.items()},
@@ -278,8 +288,8 @@ def test_scores_are_numbers_in_full_and_half_precision(case):
 
 # a token's score is decided when it is born and by nothing that eviction changes: its position, its id
 BY_TOKEN = {"streaming_llm", "sliding_window", "random", "oracle", "keep_digits"}
-# likewise, by its key or value: which eviction changes in all layers but the first that evicts
-BY_KEY = {"key_norm"}
+# likewise, by its key, value or hidden state: which eviction changes in all layers but the first that evicts
+BY_KEY = {"key_norm", "fast_kvzip", "kvzap", "locret"}
 
 
 @pytest.mark.parametrize("case", [param for param in CASES if param.values[0].method in BY_TOKEN | BY_KEY])

@@ -7,8 +7,10 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from learnkv import budgets
 from learnkv.budgets import Ratio
 from learnkv.capture import capture
-from learnkv.heuristics.kvzip import NOT_SCORED, ONWARD, WHOLE, KVzip
+from learnkv.heuristics.kvzip import KVzip
+from learnkv.observation import NOT_SCORED
 from learnkv.policy import Policy
+from learnkv.reconstruction import ONWARD, WHOLE
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many
 

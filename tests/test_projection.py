@@ -1,10 +1,11 @@
 """W_O is that of the layers whose tokens are evicted."""
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING as CONFIGS
 from transformers import AutoModelForCausalLM
 
-from learnkv.projection import output_projections
+from learnkv.projection import output_projections, projected_norms
 from learnkv.runtime.cache import EvictionCache
 
 SIZES = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -32,3 +33,13 @@ def test_a_model_whose_projection_has_another_name_is_refused():
 
 def test_gemma_has_fewer_of_them_than_layers():
     assert len(output_projections(tiny("gemma3_text"))) == 2
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_norms_are_those_of_each_value_through_each_query_heads_part_of_the_projection(group):
+    generator = torch.Generator().manual_seed(group)
+    values, weight = torch.randn(2, 3, 5, 8, generator=generator), torch.randn(32, 3 * group * 8, generator=generator)
+    found = projected_norms(values, weight)
+    for b, q, t in torch.cartesian_prod(torch.arange(2), torch.arange(3 * group), torch.arange(5)).tolist():
+        want = (weight[:, 8 * q : 8 * q + 8].double() @ values[b, q // group, t].double()).norm()
+        assert found[b, q, t].item() == pytest.approx(want.item(), rel=1e-5)

@@ -14,6 +14,7 @@ import torch
 
 from learnkv import config
 from learnkv.prompts import Prompt, Question
+from learnkv.reconstruction import ONWARD, WHOLE
 from learnkv.record import RecordCommand, run
 from learnkv.traces import format, record
 from learnkv.traces.dataset import TraceDataset
@@ -102,6 +103,48 @@ def test_full_mode_stores_queries_and_hidden_states_and_the_window_is_its_end(tm
     assert torch.equal(trace.window, trace.queries[:, :, -32:]) and trace.keys.dtype == torch.bfloat16
 
 
+def test_a_trace_holds_what_else_is_asked_for_by_name(tmp_path):
+    also = ["hidden", "block_input", "attention", "peak_logit"]
+    for trace in recorded(tmp_path, own_prompts(2), also=also):
+        n = len(trace.ids)
+        assert trace.hidden.shape == trace.block_input.shape == (2, n, 32) and trace.queries is None
+        assert trace.targets["attention"].shape == (2, 4, n) and trace.targets["peak_logit"].shape == (2, 2, n)
+        assert not torch.equal(trace.hidden, trace.block_input)
+
+
+def test_repeating_the_context_is_a_target_of_its_own_and_recomputed_from_ids(tmp_path):
+    also = ["reconstruction", "reconstruction_plus", "queries_pre_rope"]
+    stored = recorded(tmp_path, own_prompts(2), also=also)
+    small = record_traces(tiny_model(), byte_tokenizer(), own_prompts(2), tmp_path / "ids", RecordSettings(mode="ids", also=also))
+    for trace, again in zip(stored, small, strict=True):
+        n = len(trace.ids)
+        assert trace.hidden is None and trace.queries_pre_rope.shape == (2, 4, n, 8)
+        assert trace.targets["reconstruction"].shape == trace.targets["reconstruction_plus"].shape == (2, 2, n)
+        assert byte_tokenizer().decode(trace.repeat_whole) == WHOLE and byte_tokenizer().decode(trace.repeat_onward) == ONWARD
+        ours, theirs = format.tensors_of(again), format.tensors_of(trace)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_context_too_long_to_be_repeated_is_refused_before_anything_runs(tmp_path):
+    asked = [Prompt("user", "train", "x" * 250, ASKED)]
+    recorded(tmp_path, asked)
+    with pytest.raises(ValueError, match=r"250 tokens of context and 30\d after it, the model has 512 positions"):
+        recorded(tmp_path / "more", asked, also=["reconstruction"])
+
+
+def test_with_the_question_inside_each_question_is_the_end_of_a_context_of_its_own(tmp_path):
+    settings = RecordSettings(question="inside", future="answer", kinds=["passwords"], train=1, heldout=0, num_tokens=[400])
+    asked = make_prompts(settings, byte_tokenizer())
+    assert len(asked) > 1 and len({prompt.id for prompt in asked}) == len(asked)
+    for prompt, trace in zip(asked, record_traces(tiny_model(), byte_tokenizer(), asked, tmp_path / "traces", settings), strict=True):
+        [question] = prompt.questions
+        text = byte_tokenizer().decode(trace.ids)
+        assert text.startswith(prompt.context) and question.text.strip() in text[len(prompt.context) :]
+        assert not len(trace.questions[0].question)
+    with pytest.raises(ValueError, match=r"asks 2 questions, record\.question=inside takes one"):
+        record_traces(tiny_model(), byte_tokenizer(), own_prompts(2)[1:], tmp_path / "two", settings)
+
+
 def test_mode_ids_recomputes_what_mode_targets_stores(tmp_path):
     small = record_traces(tiny_model(), byte_tokenizer(), own_prompts(3), tmp_path / "ids", RecordSettings(mode="ids", cuts=2))
     for recomputed, stored in zip(small, recorded(tmp_path, cuts=2), strict=True):
@@ -119,7 +162,18 @@ def test_traces_keep_the_order_and_tokens_of_the_prompts(tmp_path):
         assert [tokenizer.decode(asked.answer) for asked in trace.questions] == [question.answer for question in prompt.questions]
 
 
-@pytest.mark.parametrize("settings", [{}, {"mode": "full"}, {"mode": "ids"}, {"cuts": 4}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mode": "full"},
+        {"mode": "ids"},
+        {"cuts": 4},
+        {"also": ["block_input", "attention", "peak_logit"]},
+        {"also": ["queries_pre_rope", "reconstruction"]},
+        {"also": ["reconstruction", "reconstruction_plus"]},
+    ],
+)
 def test_the_estimate_is_what_the_traces_take(tmp_path, settings):
     planned = plan_recording(tiny_model(), byte_tokenizer(), own_prompts(4), tmp_path / "traces", RecordSettings(**settings))
     wanted = sum(row["bytes"] for row in recorded(tmp_path, own_prompts(4), **settings).rows)
@@ -140,6 +194,17 @@ def test_a_second_recipe_reuses_traces_and_records_only_what_is_new(tmp_path, mo
     assert [trace.id for trace in traces] == [prompt.id for prompt in own_prompts(5)[1:]]
     after = files_of(tmp_path)
     assert all(after[name] == content for name, content in before.items() if name.endswith("safetensors"))
+
+
+def test_traces_that_hold_more_serve_a_recipe_that_asks_for_less(tmp_path):
+    less, more = (RecordSettings(folder=str(tmp_path), also=also) for also in ([], ["hidden"]))
+    folder = trace_folder(tiny_model(), more)
+    record_traces(tiny_model(), byte_tokenizer(), own_prompts(2), folder, more)
+    assert trace_folder(tiny_model(), less) == folder
+    traces = record_traces(tiny_model(), byte_tokenizer(), own_prompts(3), folder, less)
+    assert all(trace.hidden is not None for trace in traces)
+    with pytest.raises(ValueError, match=r"also=.*attention.*record into another folder"):
+        record_traces(tiny_model(), byte_tokenizer(), own_prompts(2), folder, RecordSettings(also=["attention"]))
 
 
 def test_a_run_that_stops_at_any_prompt_ends_in_the_same_bytes(tmp_path, monkeypatch):

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from learnkv.traces.format import Continuation
-from learnkv.traces.targets import context_mass, cut_positions, future_rows, utility, utility_cuts
+from learnkv.traces.targets import attention as attention_target
+from learnkv.traces.targets import context_mass, cut_positions, future_rows, peak_logit, utility, utility_cuts
 
 SIZES = [(1, 5), (4, 63), (7, 150)]  # query heads per KV head, tokens: one block of rows and several
 
@@ -64,3 +65,18 @@ def test_future_names_the_rows_that_run_and_those_that_count():
         future: (ids.tolist(), first) for future in ("question_answer", "answer", "response") for ids, first in [future_rows(asked, future)]
     }
     assert rows == {"question_answer": ([1, 2, 3], 0), "answer": ([1, 2, 3], 2), "response": ([1, 2, 4, 5], 2)}
+
+
+@pytest.mark.parametrize(("group", "n"), SIZES)
+def test_the_attention_target_is_the_mean_over_later_rows_of_each_query_heads_full_attention(group, n):
+    queries, keys = random_rows(group, n, after=9)
+    want = attention(queries[0, :, n:], keys[0], 0.3)[..., :n].mean(2).flatten(0, 1)
+    torch.testing.assert_close(attention_target(queries[:, :, n:], keys, n, 0.3)[0].double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("group", "n"), SIZES)
+def test_the_peak_logit_is_the_largest_logit_of_later_rows_over_the_group(group, n):
+    queries, keys = random_rows(group, n, after=70)
+    rows = queries[0, :, n:].double().view(2, group, 70, 8)
+    want = (rows @ keys[0, :, None, :n].double().mT * 0.3).amax((1, 2))
+    torch.testing.assert_close(peak_logit(queries[:, :, n:], keys, n, 0.3)[0].double(), want, rtol=1e-5, atol=1e-6)

@@ -179,6 +179,18 @@ def test_uniform_cuts_reach_from_the_least_to_the_whole():
     assert all(t.keys.shape[2] == t.targets["utility"].shape[2] == len(t.ids) for t in cuts)
 
 
+def test_shuffled_targets_are_the_same_numbers_on_other_tokens_in_every_step(tmp_path):
+    traces = made_folder(tmp_path)
+    steps, plain = (Steps(traces, quick(batch=8, shuffled=shuffled), 0, 1) for shuffled in (True, False))
+    for step in (0, 3):
+        dealt = {t.id: t for t in steps.batch(step).traces}
+        for trace in plain.batch(step).traces:
+            mine, given = dealt[trace.id].targets["utility"], trace.targets["utility"]
+            order = [given[0, 0].tolist().index(value) for value in mine[0, 0].tolist()]
+            assert order != sorted(order) and torch.equal(mine, given[..., order])
+            assert torch.equal(mine, {t.id: t for t in steps.batch(0).traces}[trace.id].targets["utility"])
+
+
 def test_recorded_cuts_bring_their_own_utility():
     trace = made_trace(12)
     own = torch.rand(2, *trace.targets["utility"].shape)

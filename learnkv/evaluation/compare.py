@@ -46,6 +46,7 @@ class EvaluateSettings:
     split: Split = "heldout"  # train, dev or heldout
     count: int = 200  # prompts of each size
     questions: int = 1  # asked of each prompt; 0 asks all it has
+    question: Literal["outside", "inside"] = "outside"  # inside: it is part of what is compressed, all but its last token
     num_tokens: list[int] = field(default_factory=lambda: [750])  # sizes of the contexts, tokens
     seed: int = 0  # of the prompts
     num_sinks: int = 4  # first tokens that always stay
@@ -73,10 +74,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Asked:
-    """A row to be: which question of its prompt, by which plan."""
+    """A row to be: which question of its prompt, by which plan; `first` is the number of the first question of its prefill."""
 
     cell: Cell
     plan: Plan
+    first: int
 
 
 def plan(contenders: Sequence[Contender], budgets: Sequence[float]) -> list[Plan]:
@@ -107,10 +109,12 @@ def compare(
     plans: Sequence[Plan],
     *,
     path: Path | None = None,
+    question: Literal["outside", "inside"] = "outside",
     progress: Callable[[list], Iterable] = iter,
 ) -> list[Row]:
     """The rows of every plan on every question of every prompt.
 
+    question  whether what is evicted is chosen before the question is known; inside, each question has a prefill of its own
     path      JSONL file to which each row is appended at once; rows already there are not measured again
     progress  wraps the list of prompts that still have rows to measure, as tqdm does
     returns   rows in the order prompts, questions, plans, those found in the file included
@@ -118,7 +122,9 @@ def compare(
     store = RowFile(path) if path else None
     done = dict(store.done) if store else {}
     bench = Bench(model, describe(model))
-    tasks = [(encoded, bench.cells(prompt, encoded, plans)) for prompt in prompts for encoded in [encode_prompt(model, tokenizer, prompt)]]
+    tasks = [
+        task for prompt in prompts for task in bench.tasks(prompt, encode_prompt(model, tokenizer, prompt), plans, question == "inside")
+    ]
     pending = [(encoded, todo) for encoded, asked in tasks if (todo := unique([a for a in asked if a.cell.key not in done]))]
     for encoded, todo in progress(pending):
         for row in bench.rows(encoded, todo):
@@ -168,6 +174,11 @@ def encode_prompt(model: PreTrainedModel, tokenizer: Tokenizer, prompt: Prompt) 
     return found
 
 
+def asked_inside(e: Encoded) -> Encoded:
+    """The question as the end of the context; its last token stays outside, so that the first token of the answer follows the eviction."""
+    return replace(e, context=torch.cat([e.context, e.question[:-1]]), question=e.question[-1:])
+
+
 def refuse_unusable(prompt: Prompt, encoded: Sequence[Encoded], max_tokens: int) -> None:
     where = f"prompt {prompt.id} ({prompt.kind}, {prompt.context[:40]!r}...)"
     for e in encoded:
@@ -188,11 +199,16 @@ class Bench:
     base: BaseModel
     costs: dict[str, float] = field(default_factory=dict)
 
-    def cells(self, prompt: Prompt, encoded: Sequence[Encoded], plans: Sequence[Plan]) -> list[Asked]:
-        """Every question by every plan."""
-        return [Asked(self.cell(prompt, q, len(encoded[0].context), p), p) for q in range(len(encoded)) for p in plans]
+    def tasks(
+        self, prompt: Prompt, encoded: list[Encoded], plans: Sequence[Plan], inside: bool
+    ) -> Iterator[tuple[list[Encoded], list[Asked]]]:
+        """What one prefill serves: every question by every plan, or one question that is inside by every plan."""
+        for first, asked in [(q, [asked_inside(e)]) for q, e in enumerate(encoded)] if inside else [(0, encoded)]:
+            size = len(asked[0].context)
+            cells = [(self.cell(prompt, first + q, size, p, inside), p) for q in range(len(asked)) for p in plans]
+            yield asked, [Asked(cell, p, first) for cell, p in cells]
 
-    def cell(self, prompt: Prompt, question: int, num_tokens: int, plan: Plan) -> Cell:
+    def cell(self, prompt: Prompt, question: int, num_tokens: int, plan: Plan, inside: bool) -> Cell:
         contender, budget = plan.contender, plan.budget
         return Cell(
             prompt=prompt.id,
@@ -208,7 +224,7 @@ class Bench:
             gate=contender.gate,
             budget=budget.kept if isinstance(budget, Ratio) else float(budget),
             budget_form="ratio" if isinstance(budget, Ratio) else "tokens",
-            question_in_prefix=False,
+            question_in_prefix=inside,
             prefill="one-shot",
             num_sinks=contender.policy.num_sinks,
             num_recent=contender.policy.num_recent,
@@ -231,7 +247,7 @@ class Bench:
             of_plan = dict(zip(plans, zip(caches, costs, strict=True), strict=True))
             for same in batched(sorted(asked, key=lambda a: a.cell.question), ASKED_TOGETHER):
                 held = [of_plan[a.plan][0] for a in same]
-                questions = [encoded[a.cell.question] for a in same]
+                questions = [encoded[a.cell.question - a.first] for a in same]
                 for a, cache, question, figures in zip(same, held, questions, answers(self.model, held, questions), strict=True):
                     prefill, extra = of_plan[a.plan][1]
                     yield Row(**named(a.cell), **holdings(cache, question), **figures, prefill_seconds=prefill, extra_seconds=extra)

@@ -22,7 +22,6 @@ from learnkv.heuristics.oracle import Oracle
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.methods import METHODS
 from learnkv.models import PreTrainedModel
-from learnkv.names import unknown
 from learnkv.policy import Policy
 from learnkv.prompts.prompt import Tokenizer
 
@@ -120,7 +119,7 @@ def open_gates(entry: Entry, model: PreTrainedModel, num_sinks: int, num_recent:
     if entry.knobs:
         raise ValueError(f"method {entry}: the settings of {entry.name} were fixed in training; give a folder instead, {entry.name}:folder")
     folders = entry.folders() or [shipped_gate(entry.name)]
-    loaded = [gate_contender(load_gate(f, model), f, str(entry), entry.allocator or "uniform", num_sinks, num_recent) for f in folders]
+    loaded = [gate_contender(load_gate(f, model), f, str(entry), entry.allocator, num_sinks, num_recent) for f in folders]
     for contender in loaded:
         if contender.scorer != entry.name:
             kind = contender.scorer
@@ -139,13 +138,13 @@ def shipped_gate(name: str) -> str:
     return folder
 
 
-def gate_contender(gate: Gate, run: str, line: str, allocator: str = "uniform", num_sinks: int = 4, num_recent: int = 16) -> Contender:
-    """A loaded gate as a contender."""
-    if allocator not in ALLOCATORS:
-        raise unknown("allocator", allocator, ALLOCATORS)
-    method = gate.METHOD if allocator == "uniform" else f"{gate.METHOD}+{allocator}"
-    policy = Policy(gate, WHOLE, ALLOCATORS[allocator], num_sinks, num_recent)
-    return Contender(line, method, gate.METHOD, allocator, run, gate_hash(gate), policy)
+def gate_contender(gate: Gate, run: str, line: str, allocator: str = "", num_sinks: int = 4, num_recent: int = 16) -> Contender:
+    """A loaded gate as a contender; without an allocator's name by its method's own rule."""
+    make = METHODS[gate.METHOD]
+    policy = make(WHOLE, allocate=allocator or None, num_sinks=num_sinks, num_recent=num_recent, gate=gate)
+    own_rule = make(WHOLE, gate=gate).allocate
+    method = gate.METHOD if policy.allocate == own_rule else f"{gate.METHOD}+{allocator}"
+    return Contender(line, method, gate.METHOD, name_of(policy.allocate), run, gate_hash(gate), policy)
 
 
 def name_of(allocate: Allocator) -> str:

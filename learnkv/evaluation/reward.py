@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from learnkv.gates.base import Gate
 from learnkv.gates.ranking import PROTECTED, reward_of
 from learnkv.observation import Observation, Scorer, Slots
 from learnkv.traces.dataset import TraceDataset
@@ -32,6 +33,8 @@ def rewards(scorers: Mapping[str, Scorer], traces: TraceDataset, scales: Sequenc
 
 def score_trace(scorer: Scorer, trace: Trace, scales: Sequence[float]) -> Tensor:
     """[layers, H, n] float32 what the scorer says at the end of the context, had it seen it in one prefill."""
+    if isinstance(scorer, Gate):
+        return scorer.score_trace(trace)  # it may run rows of its own
     seen = (first_look(scorer, trace, layer, scales) for layer in range(len(scales)))
     return torch.cat([scorer.score(with_memory(obs, scorer.remember(obs))) for obs in seen])
 
@@ -53,10 +56,19 @@ def first_look(scorer: Scorer, trace: Trace, layer: int, scales: Sequence[float]
         queries=last_queries(window, scorer.observation_window),
         num_queries=count.clamp(max=scorer.observation_window),
         scale=scales[layer],
-        mass=None if trace.mass is None else trace.mass[layer][None],
+        mass=of_layer(trace.mass, layer),
+        hidden=of_layer(trace.hidden, layer),
+        block_input=of_layer(trace.block_input, layer),
+        queries_pre_rope=of_layer(trace.queries_pre_rope, layer),
+        all_queries=of_layer(trace.queries, layer),
         token_ids=trace.ids[None],
         rope_offset=torch.zeros_like(count),
     )
+
+
+def of_layer(recorded: Tensor | None, layer: int) -> Tensor | None:
+    """[1, ...] one layer of what a trace holds [layers, ...]; None of what it does not hold."""
+    return None if recorded is None else recorded[layer][None]
 
 
 def last_queries(window: Tensor, wanted: int) -> Tensor:

@@ -6,14 +6,18 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from learnkv.models import BaseModel
 from learnkv.observation import Observation, Scorer
+from learnkv.rope import rotary_frequencies
 from learnkv.traces.format import Trace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,16 @@ class Batch:
         return torch.Generator(device or "cpu").manual_seed(int.from_bytes(key))
 
 
+@dataclass(frozen=True)
+class Held:
+    """A base model beside a gate: no part of its weights, and copies of the gate share it."""
+
+    model: PreTrainedModel
+
+    def __deepcopy__(self, memo: dict) -> Held:
+        return self
+
+
 class Gate(Scorer, nn.Module):
     """A scorer whose weights are stacked [layers, H, ...], so that the heads of all layers train at once.
 
@@ -38,10 +52,12 @@ class Gate(Scorer, nn.Module):
 
     METHOD  its name in GATES, in gate.json and in METHODS
     Config  the dataclass of its knobs
+    READS   what its training reads of a trace beside keys, values, window, mass and utility: names in `learnkv.traces.measure.ALSO`
     """
 
     METHOD: ClassVar[str]
     Config: ClassVar[type]
+    READS: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: object, base: BaseModel) -> None:
         super().__init__()
@@ -62,6 +78,15 @@ class Gate(Scorer, nn.Module):
         device = next(model.parameters()).device
         return self if self.device == device else copy.deepcopy(self).to(device)
 
+    def with_rope_of(self, model: nn.Module) -> Self:
+        """A gate that takes RoPE off by its buffer `frequencies`, with the model's own: rope scaling may have changed since training."""
+        frequencies = rotary_frequencies(model)[0]
+        if torch.equal(frequencies.cpu(), self.get_buffer("frequencies").cpu()):
+            return self
+        turned = copy.deepcopy(self)
+        turned.frequencies = frequencies
+        return turned
+
     def score_trace(self, trace: Trace) -> Tensor:
         """[layers, H, n] float32 scores of a recorded context, as `score` would give them to a live cache."""
         raise NotImplementedError
@@ -74,6 +99,9 @@ class Gate(Scorer, nn.Module):
         reward  [layers] mean normalised reward, detached; only where the gate ranks
         """
         raise NotImplementedError
+
+    def meet(self, model: PreTrainedModel) -> None:
+        """Told the base model before training; a gate whose loss runs it keeps it in a `Held`, the others do not look."""
 
     def prepare(self, traces: Sequence[Trace]) -> None:
         """Sets constants from the first traces, before the first step; none by default."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from learnkv.gates.ranking import LOSSES, OVER_ALL_HEADS, UTILITY_FLOOR, Items, 
 from learnkv.models import BaseModel
 from learnkv.names import unknown
 from learnkv.observation import Observation
-from learnkv.rope import rotary_frequencies, turn_back
+from learnkv.rope import turn_back
 from learnkv.traces.format import Trace
 
 INPUTS = ("keys", "values")
@@ -123,13 +122,8 @@ class KVP(Gate):
         return self.config.unrotate and "keys" in self.config.inputs
 
     def bind(self, model: nn.Module) -> KVP:
-        """The gate on the model's device with the model's own frequencies, which rope scaling may have changed since training."""
-        frequencies = rotary_frequencies(model)[0]
-        if not self.turns or torch.equal(frequencies.cpu(), self.frequencies.cpu()):
-            return super().bind(model)
-        bound = copy.deepcopy(self)
-        bound.frequencies = frequencies
-        return super(KVP, bound).bind(model)
+        """The gate on the model's device, and with the model's RoPE where it takes that off."""
+        return super(KVP, self.with_rope_of(model) if self.turns else self).bind(model)
 
     def forward(self, features: Features, layers: slice) -> Tensor:
         """[l, H, R] float32 scores by the weights of `layers`, whose heads are those of one call."""

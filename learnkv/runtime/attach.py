@@ -13,6 +13,7 @@ from typing import Literal, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -21,7 +22,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from learnkv import ops
-from learnkv.capture import attention_implementation, blocks_of, decoder_of, query_projection, stock_attention, stock_mask
+from learnkv.capture import (
+    attention_implementation,
+    blocks_of,
+    decoder_of,
+    queries_before_rope,
+    query_projection,
+    stock_attention,
+    stock_mask,
+)
 from learnkv.geometry import kv_shape
 from learnkv.policy import Policy
 from learnkv.runtime.cache import EvictionCache, broken_contract
@@ -174,7 +183,7 @@ def open_forward(shape: tuple[int, int, int], decoder: PreTrainedModel, args: tu
 
 def close_forward(decoder: PreTrainedModel, args: tuple, kwargs: dict, output: object) -> None:
     if running.get() is not None:
-        kwargs["cache"].finish_forward(decoder)
+        kwargs["cache"].finish_forward(decoder, attach)
 
 
 def forget_forward(decoder: PreTrainedModel, args: tuple, output: object) -> None:
@@ -256,15 +265,9 @@ def enter_attention(index: int, layer: nn.Module, args: tuple, kwargs: dict) -> 
 
 
 def leave_query_projection(layer: nn.Module, width: int, projection: nn.Module, args: tuple, output: Tensor) -> None:
-    """Queries before rotation, the first `width` outputs, after the model's query norm where it has one, be it over a head or over all."""
     step = running.get()
-    if step is None or "queries_pre_rope" not in step.needs:
-        return
-    norm = getattr(layer, "q_norm", nn.Identity())
-    heads = output.detach()[..., :width].unflatten(-1, (-1, layer.head_dim))  # [B, T, Q, D]
-    over_all = getattr(getattr(norm, "weight", None), "shape", [layer.head_dim])[-1] != layer.head_dim
-    heads = norm(heads.flatten(-2)).view_as(heads) if over_all else norm(heads)
-    step.queries_pre_rope = heads.transpose(1, 2)
+    if step is not None and "queries_pre_rope" in step.needs:
+        step.queries_pre_rope = queries_before_rope(layer, width, output)
 
 
 # ---- attention
@@ -301,7 +304,7 @@ def attention(
         raise RuntimeError(broken_contract("cache.update"))
     state, learnkv.state = learnkv.state, None  # each layer's own update sets it
     if isinstance(learnkv, ProbeStep):
-        return attend_probe(learnkv, state, module, query, key, value, scaling), None
+        return attend_probe(learnkv, state, query, key, value, scaling), None
     return attend_held(learnkv, state, module, query, key, value, scaling), None
 
 
@@ -363,17 +366,18 @@ def attend_renumbered(step: Step, module: nn.Module, query: Tensor, scale: float
     return sdpa_attention_forward(module, query, slots.keys, slots.values, visible, scaling=scale)[0]
 
 
-def attend_probe(probe: ProbeStep, state: LayerState, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def attend_probe(probe: ProbeStep, state: LayerState, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """[1, R, Q, D]: probe rows see all that their row holds, and each other causally; then the scorer absorbs them."""
-    (_, Q, R, _), H = query.shape, key.shape[1]
+    (_, Q, R, D), H = query.shape, key.shape[1]
     slots = state.held.row(probe.row)
     held = slots.filled[:, :, None].expand(-1, -1, R, -1)  # [1, H, R, L]
-    visible = torch.cat([held, lower_right(R, R, query.device).expand(1, H, R, R)], -1).repeat_interleave(Q // H, 1)
+    visible = torch.cat([held, lower_right(R, R, query.device).expand(1, H, R, R)], -1).repeat(1, 1, Q // H, 1)
     keys, values = torch.cat([slots.keys, key], 2), torch.cat([slots.values, value], 2)
-    out = sdpa_attention_forward(module, query, keys, values, visible, scaling=scale)[0]
+    grouped = query.reshape(1, H, Q // H * R, D)  # a group's heads as rows of one: keys and values need no copies
+    out = F.scaled_dot_product_attention(grouped, keys, values, visible, scale=scale)
     with torch.no_grad(), as_typed(query.device):
-        probe.observe(state, query, key)
-    return out
+        probe.observe(state, slots, query, key)
+    return out.reshape(1, Q, R, D).transpose(1, 2)
 
 
 def lower_right(T: int, L: int, device: torch.device) -> Tensor:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from learnkv.runtime.positions import frequencies_for
 from learnkv.runtime.step import LayerState, ProbeStep, Seat, Step, Target, as_typed, over_budget, running
 from learnkv.version import __version__
 
+Attach = Callable[[PreTrainedModel], AbstractContextManager[PreTrainedModel]]  # `learnkv.attach`, which lies above this module
 TESTED = "5.24"  # the transformers whose way from cache.update to the attention function was read
 
 
@@ -92,6 +94,8 @@ class EvictionCache(Cache):
     positions  "original": keys keep the RoPE position they were born with; "renumbered": attention and scorers see them as if evicted
             tokens had never been, so that a stream may go on past the model's positions; costs a copy of the layer's keys a forward
     frozen  nothing is evicted while True
+    prefill_length  columns that a prompt in chunks will have brought, padding and all before it included, where the caller announces it:
+            scorers that run rows after the prompt then do so once, after its last chunk, and evict nothing before; until `reset`
 
     Sliding-window layers stay transformers' own.  A Ratio is resolved at each prefill on the row's tokens so far, and holds until the next;
     that of a `decode` given by itself is resolved again at each of its selections, so that what is held grows with the row.
@@ -194,6 +198,8 @@ class EvictionCache(Cache):
         self.steps_since_prefill = 0
         self.pins: list[tuple[int, int, int]] = []
         self.told_of_pins = False
+        self.prefill_length: int | None = None
+        self.unprobed: list[Tensor] = []  # per row, token ids of an announced prompt so far
         self.peak = 0
         self.step: Step | None = None
 
@@ -236,6 +242,7 @@ class EvictionCache(Cache):
         self.num_seen, self.next_rope = self.num_seen[indices], self.next_rope[indices]
         self.budgets = [None if budget is None else budget[indices] for budget in self.budgets]
         self.pins = [(b, start, stop) for b, old in enumerate(indices.tolist()) for row, start, stop in self.pins if row == old]
+        self.unprobed = [self.unprobed[b] for b in indices.tolist()] if self.unprobed else []
 
     # ---- what is refused
 
@@ -263,6 +270,7 @@ class EvictionCache(Cache):
         lost = [pin for pin in self.pins if pin[0] >= B]
         if lost:
             raise ValueError("pin(row={}, start={}, stop={}): the forward has {} rows, counted from 0".format(*lost[0], B))
+        columns, announced = self.get_seq_length(), self.prefill_length or 0
         step = Step(
             seats=self.seats,
             num_layers=len(self.states),
@@ -271,7 +279,8 @@ class EvictionCache(Cache):
             num_new=real.sum(-1),
             num_seen=seen + real.sum(-1),
             next_rope=torch.maximum(next_rope, rope.masked_fill(~real, -1).amax(-1) + 1),
-            prefill=T > 1 or first,
+            prefill=T > 1 or first or columns < announced,
+            complete=columns + T >= announced,
             token_ids=token_ids,
             attention_mask=attention_mask,
             frequencies=self.frequencies,
@@ -313,6 +322,8 @@ class EvictionCache(Cache):
         policy, budget = self.policies[not step.prefill], self.budgets[not step.prefill]
         if self.frozen or policy is None or budget is None or self.steps_since_prefill % policy.interval or step.empty:
             return []
+        if not step.complete and self.seats[self.seat_of(policy)].probes:
+            return []
         if self.decodes_by_itself and not step.prefill:
             budget = budgets.resolve(policy.budget, step.num_seen)
         self.tell_of_pins(policy, budget, step)
@@ -341,23 +352,29 @@ class EvictionCache(Cache):
         return next(i for i, seat in enumerate(self.seats) if seat.scorer is policy.scorer)
 
     def probes(self, step: Step) -> list[tuple[int, int, Probe]]:
-        """(seat, row, probe) of the scorers that want rows run after this prefill, counted in positions of the row."""
+        """(seat, row, probe) of the scorers that want rows run after this prefill, counted in positions of the row.
+
+        Of an announced prompt the token ids are kept until it is complete.
+        """
         asking = [(i, seat.scorer) for i, seat in enumerate(self.seats) if seat.probes]
         if self.frozen or not step.prefill or not asking:
             return []
         if step.token_ids is None:
             raise ValueError(f"{names(self.seats)}: a scorer runs tokens after the prompt; call with input_ids, not inputs_embeds")
+        prompts = [ids[positions >= 0] for ids, positions in zip(step.token_ids, step.positions, strict=True)]
+        if self.unprobed:
+            prompts = [torch.cat(parts) for parts in zip(self.unprobed, prompts, strict=True)]
+        self.unprobed = [] if step.complete else prompts
         found = []
-        for b, (ids, positions) in enumerate(zip(step.token_ids, step.positions, strict=True)):
-            prompt = ids[positions >= 0]
+        for b, prompt in enumerate(prompts if step.complete else []):
             before, rope = int(step.num_seen[b]) - len(prompt), int(step.next_rope[b]) - len(prompt)
             for i, scorer in asking:
                 for p in scorer.probe(prompt) if len(prompt) else []:
-                    found.append((i, b, Probe(p.token_ids, p.start + before, p.stop + before, p.position + rope)))
+                    found.append((i, b, replace(p, start=p.start + before, stop=p.stop + before, position=p.position + rope)))
         return found
 
     @torch.no_grad()
-    def finish_forward(self, model: PreTrainedModel) -> None:
+    def finish_forward(self, model: PreTrainedModel, attach: Attach) -> None:
         """What spans the layers, after the model's forward: probe rows, then the selections that waited for all layers."""
         step = self.step
         assert step is not None, "begin comes before"
@@ -365,38 +382,45 @@ class EvictionCache(Cache):
         if missing:
             raise RuntimeError(broken_contract(f"the attention of evictable layers {missing}"))
         for seat, row, probe in step.probes:
-            self.run_probe(model, ProbeStep(step, seat, row, probe))
+            self.run_probe(model, ProbeStep(step, seat, row, probe), attach)
         with as_typed(step.positions.device):
             step.select_waiting(self.states)
         self.num_seen, self.next_rope, self.step = step.num_seen, step.next_rope, None
         self.peak = max(self.peak, step.peak + max(step.sliding_bytes, self.sliding_bytes()))
 
-    def run_probe(self, model: PreTrainedModel, probe: ProbeStep) -> None:
-        """Runs a probe's rows through the decoder over one row; all that changes is its scorer's memory."""
+    def run_probe(self, model: PreTrainedModel, probe: ProbeStep, attach: Attach) -> None:
+        """Runs a probe's rows through the decoder, or its own, over one row; all that changes is its scorer's memory."""
         sliding = [(layer, vars(layer).copy()) for layer in self.sliding]
         for layer, before in sliding:
             layer.keys, layer.values = (before[name][probe.row : probe.row + 1] for name in ("keys", "values"))
         refuse_beyond_positions(model, probe.probe)
-        ids = probe.probe.token_ids.to(probe.base.positions.device)[None]
+        decoder = model if probe.probe.decoder is None else cast(PreTrainedModel, probe.probe.decoder)
+        rows = probe.probe.rows.to(probe.base.positions.device)[None]
         mask = probe.base.attention_mask
         if mask is not None:
-            mask = torch.cat([mask[probe.row : probe.row + 1], mask.new_ones(ids.shape)], 1)
-        rope = torch.arange(ids.shape[1], device=ids.device)[None] + probe.probe.position
+            mask = torch.cat([mask[probe.row : probe.row + 1], mask.new_ones(rows.shape[:2])], 1)
+        rope = torch.arange(rows.shape[1], device=rows.device)[None] + probe.probe.position
         token = running.set(probe)
         try:
-            decoder_of(model).forward(input_ids=ids, attention_mask=mask, position_ids=rope, cache=self, use_cache=True)
+            with attach(decoder):
+                decoder.forward(**as_input(rows, decoder), attention_mask=mask, position_ids=rope, cache=self, use_cache=True)
         finally:
             running.reset(token)
             for layer, before in sliding:
                 vars(layer).update(before)
 
 
+def as_input(rows: Tensor, decoder: PreTrainedModel) -> dict[str, Tensor]:
+    """rows [1, R] token ids or [1, R, M] embeddings by the name that a decoder knows them by."""
+    return {"inputs_embeds": rows.to(decoder.dtype)} if rows.is_floating_point() else {"input_ids": rows}
+
+
 def refuse_beyond_positions(model: PreTrainedModel, probe: Probe) -> None:
     """Raises a ValueError where a probe's rows end past the model's positions: what they would attend to means nothing."""
-    end, limit = probe.position + len(probe.token_ids), getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    end, limit = probe.position + len(probe.rows), getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and end > limit:
         raise ValueError(
-            f"a probe of {len(probe.token_ids)} rows after the prompt ends at position {end}, the model has {limit}; "
+            f"a probe of {len(probe.rows)} rows after the prompt ends at position {end}, the model has {limit}; "
             "shorten the prompt, or take smaller probes (kvzip: chunk_size)"
         )
 

@@ -151,7 +151,8 @@ class Step:
     num_new          [B] int64 real tokens of this forward
     num_seen         [B] int64 real tokens with this forward
     next_rope        [B] int64 RoPE position after the last token
-    prefill          more than one token, or the first forward
+    prefill          more than one token, or the first forward, or a part of an announced prompt
+    complete         False while more of an announced prompt is to come
     token_ids        [B, T] or None
     attention_mask   [B, columns + T] as it was given, or None
     frequencies      [R / 2] of the model's RoPE where positions are renumbered, else None
@@ -170,6 +171,7 @@ class Step:
     frequencies: Tensor | None = None
     targets: list[Target] = field(default_factory=list)
     probes: list[tuple[int, int, Probe]] = field(default_factory=list)  # (seat, row, probe)
+    complete: bool = True
     # of the layer that runs
     state: LayerState | None = None
     new_slots: Tensor | None = None
@@ -365,12 +367,11 @@ class ProbeStep:
     def store(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
         self.state = state
 
-    def observe(self, state: LayerState, queries: Tensor, keys: Tensor) -> None:
-        """queries [1, Q, R, D], keys [1, H, R, D] of the rows: the scorer writes what it learnt beside the slots."""
+    def observe(self, state: LayerState, slots: Slots, queries: Tensor, keys: Tensor) -> None:
+        """queries [1, Q, R, D], keys [1, H, R, D] of the rows: the scorer writes what it learnt beside the row's slots."""
         seat, one = self.base.seats[self.seat], slice(self.row, self.row + 1)
         obs = self.base.waiting[self.seat, state.index]
         names = ("num_seen", "num_new", "new_slots", "queries", "num_queries", *get_args(Need))
         per_row = {name: x[one] for name in names if (x := getattr(obs, name)) is not None}
-        slots = state.held.row(self.row)
         memory = seat.scorer.absorb(replace(obs, slots=slots, **per_row), self.probe, queries, keys)
         state.held.write_memory(slots.as_stored(memory), seat.columns, one)

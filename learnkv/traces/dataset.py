@@ -97,4 +97,5 @@ def recompute(trace: Trace, model: PreTrainedModel, settings: dict[str, object])
         over_questions=cast(OverQuestions, settings["over_questions"]),
         max_new_tokens=0,
         cuts=cast(int, settings["cuts"]),
+        also=cast(list[str], settings.get("also", [])),
     )

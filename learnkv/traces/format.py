@@ -54,14 +54,17 @@ class Trace:
     kind       its generator
     split      "train" or "heldout"
     ids        [n] int64 tokens of the context: what may be evicted
+    repeat_whole, repeat_onward  [*] int64 what asks the model to repeat it, see `learnkv.reconstruction`; only where a target hangs on it
     questions  one Continuation per question
     keys       [layers, H, n, D] rotated
     values     [layers, H, n, D]
     hidden     [layers, n, M] input of self-attention
+    block_input  [layers, n, M] input of the decoder layer
     queries    [layers, Q, n, D] rotated, of the context's tokens
+    queries_pre_rope  [layers, Q, n, D] likewise, before rotation
     window     [layers, Q, W, D] the last W of them; W = min(n, 32)
     mass       [layers, H, n] float32 attention that the context pays to itself, summed over queries and query group
-    targets    "utility" [layers, H, n] float32: attention of the future (see `learnkv.traces.targets`);
+    targets    by name, float32: "utility" [layers, H, n], and those of `learnkv.traces.measure.ALSO` that the recipe asks for;
                with cuts also "utility_cuts" [C, layers, H, n] and "cut_positions" [C] int64
     """
 
@@ -73,14 +76,19 @@ class Trace:
     keys: Tensor | None = None
     values: Tensor | None = None
     hidden: Tensor | None = None
+    block_input: Tensor | None = None
     queries: Tensor | None = None
+    queries_pre_rope: Tensor | None = None
     window: Tensor | None = None
     mass: Tensor | None = None
     targets: dict[str, Tensor] = field(default_factory=dict)
+    repeat_whole: Tensor | None = None
+    repeat_onward: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Trace:
         """The same trace with keys, values, hidden states and queries in `dtype`; mass and targets stay float32."""
-        taken = {name: getattr(self, name) for name in ("keys", "values", "hidden", "queries", "window")}
+        names = ("keys", "values", "hidden", "block_input", "queries", "queries_pre_rope", "window")
+        taken = {name: getattr(self, name) for name in names}
         return replace(self, **{name: t.to(dtype) for name, t in taken.items() if t is not None})
 
 
@@ -102,7 +110,10 @@ class TraceConfig:
 # ---- one trace as named tensors
 
 
-TENSORS = ("ids", "keys", "values", "hidden", "queries", "window", "mass")
+TENSORS = (
+    *("ids", "repeat_whole", "repeat_onward"),
+    *("keys", "values", "hidden", "block_input", "queries", "queries_pre_rope", "window", "mass"),
+)
 PARTS = ("question", "answer", "response")
 
 
@@ -352,10 +363,11 @@ def read_config(folder: Path) -> TraceConfig:
 
 
 def config_of(path: Path, values: dict) -> TraceConfig:
-    """The dataclass out of the file's values; a missing or additional key is an edit."""
+    """The dataclass out of the file's values; a missing or additional key is an edit, but for what earlier versions did not write."""
     want = {f.name for f in fields(TraceConfig)}, {f.name for f in fields(BaseModel)}
     base = values.get("base_model")
-    have = set(values), set(base if isinstance(base, dict) else ())
+    later = {f.name for f in fields(BaseModel) if not f.compare}
+    have = set(values), set(base) | later if isinstance(base, dict) else set()
     if have != want:
         raise ValueError(f"{path} was edited: it has the keys {sorted(have[0] | have[1])}, not {sorted(want[0] | want[1])}; record again")
     try:

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from learnkv.capture import Captured, capture, decoder_of, evictable_layers
+from learnkv import reconstruction
+from learnkv.capture import Captured, Want, capture, decoder_of, evictable_layers
 from learnkv.models import PreTrainedModel
+from learnkv.observation import Probe
+from learnkv.projection import output_projections, projected_norms
 from learnkv.traces.format import Trace
-from learnkv.traces.targets import OVER_QUESTIONS, TARGETS, Future, OverQuestions, context_mass, cut_positions, future_rows, utility_cuts
+from learnkv.traces.targets import (
+    OVER_QUESTIONS,
+    RECONSTRUCTIONS,
+    TARGETS,
+    Future,
+    OverQuestions,
+    context_mass,
+    cut_positions,
+    future_rows,
+    utility_cuts,
+)
 
+FIELDS: tuple[Want, ...] = ("queries", "hidden", "block_input", "queries_pre_rope")  # tensors of the context that a recipe may ask for
+ALSO = (*FIELDS, *(name for name in TARGETS if name != "utility"), *RECONSTRUCTIONS)
 WINDOW = 32  # last queries of the context that every trace keeps, so that SnapKV and TOVA can be compared without a model
 
 
@@ -26,7 +42,7 @@ def measure(
     max_new_tokens: int,
     over_questions: OverQuestions = "sum",
     cuts: int = 0,
-    full: bool = False,
+    also: Collection[str] = (),
     dtype: torch.dtype = torch.bfloat16,
 ) -> Trace:
     """The trace of a bare one (token ids only), with everything that comes from the model.
@@ -38,32 +54,37 @@ def measure(
     over_questions  targets are sums over the continuations, or the largest of them: then what one asks for alone weighs as much as
                     what every one looks at
     cuts            how many earlier ends of the context get a utility too, drawn by the trace's id
-    full            all queries and the hidden states too
+    also            names in `ALSO` of what is kept beside keys, values, window, mass and utility
     dtype           of stored keys, values, queries and hidden states; mass and targets are float32
     """
     layers, n = evictable_layers(model), len(bare.ids)
     scales = softmax_scales(model, layers)
-    with capture(model, {"queries", "hidden"} if full else {"queries"}) as taken:
+    kept: list[Want] = [name for name in FIELDS if name in also]
+    repeats = [name for name in RECONSTRUCTIONS if name in also]
+    of_rows: set[Want] = {"hidden"} if "reconstruction_plus" in also else set()
+    with capture(model, {"queries", *kept, *of_rows}) as taken:
         cache, logits = run(model, bare.ids)
-        queries, hidden = of_layers(taken.queries, layers), of_layers(taken.hidden, layers) if full else None
+        queries = of_layers(taken.queries, layers)
+        fields = {name: stacked(of_layers(getattr(taken, name), layers), dtype) for name in kept}
         keys, values = [cache.layers[i].keys for i in layers], [cache.layers[i].values for i in layers]
         if future == "response":
             bare = answered(model, bare, cache, logits, max_new_tokens)
-        targets = future_targets(model, cache, bare, future, over_questions, scales, taken)
+        wanted = ["utility", *(name for name in TARGETS if name in also)]
+        targets = future_targets(model, cache, bare, future, over_questions, scales, taken, wanted)
+        targets |= reconstruction_targets(model, cache, bare, scales, taken, repeats) if repeats else {}
     if cuts:
         at = targets["cut_positions"] = cut_positions(n, cuts, seed=int(bare.id, 16) % 2**63)
         per_layer = zip(queries, keys, targets["utility"], scales, strict=True)
         targets["utility_cuts"] = torch.cat([utility_cuts(q, k, u[None], at, s) for q, k, u, s in per_layer], 1)
-    return replace(
+    measured = replace(
         bare,
         keys=stacked(keys, dtype),
         values=stacked(values, dtype),
         window=stacked([q[:, :, -WINDOW:] for q in queries], dtype),
-        queries=stacked(queries, dtype) if full else None,
-        hidden=stacked(hidden, dtype) if hidden else None,
         mass=torch.cat([context_mass(q, k, s) for q, k, s in zip(queries, keys, scales, strict=True)]),
         targets=targets,
     )
+    return replace(measured, **fields)  # type: ignore[arg-type]
 
 
 def future_targets(
@@ -74,18 +95,49 @@ def future_targets(
     over_questions: OverQuestions,
     scales: list[float],
     taken: Captured,
+    wanted: Sequence[str] = ("utility",),
 ) -> dict[str, Tensor]:
-    """{target: [layers, H, n] float32} over all continuations; `cache` holds the context and is left as it was."""
+    """{target: [layers, heads, n] float32} over all continuations; `cache` holds the context and is left as it was."""
     layers, n = evictable_layers(model), len(bare.ids)
     found: dict[str, Tensor] = {}
     for asked in bare.questions:
         rows, first = future_rows(asked, future)
         after = run(model, rows, copy.deepcopy(cache))[0]
-        for name, target in TARGETS.items():
-            of_layer = [target(taken.queries[i][:, :, first:], after.layers[i].keys, n, s) for i, s in zip(layers, scales, strict=True)]
+        for name in wanted:
+            target = TARGETS[name]
+            of_layer = [target.of(taken.queries[i][:, :, first:], after.layers[i].keys, n, s) for i, s in zip(layers, scales, strict=True)]
             new = torch.cat(of_layer)
-            found[name] = OVER_QUESTIONS[over_questions](found[name], new) if name in found else new
+            found[name] = OVER_QUESTIONS[target.over_questions or over_questions](found[name], new) if name in found else new
     return found
+
+
+def reconstruction_targets(
+    model: PreTrainedModel, cache: object, bare: Trace, scales: list[float], taken: Captured, wanted: Sequence[str]
+) -> dict[str, Tensor]:
+    """{target: [layers, H, n] float32} of the context, chunk by chunk; `cache` holds it and is left as it was."""
+    if bare.repeat_whole is None or bare.repeat_onward is None:
+        raise ValueError(f"trace {bare.id} does not say how the model is asked to repeat its context; record it again")
+    layers, parts = evictable_layers(model), []
+    for probe in reconstruction.repetitions(bare.ids, bare.repeat_whole, bare.repeat_onward):
+        after = run(model, probe.rows, copy.deepcopy(cache))[0]
+        rows = [repeating_rows(probe, taken.queries[i], after.layers[i].keys, s) for i, s in zip(layers, scales, strict=True)]
+        part = {}
+        if "reconstruction" in wanted:
+            part["reconstruction"] = torch.cat([reconstruction.attention(r) for r in rows])
+        if "reconstruction_plus" in wanted:
+            values = [after.layers[i].values[:, :, : len(bare.ids)] for i in layers]
+            norms = [projected_norms(v, w) for v, w in zip(values, output_projections(model), strict=True)]
+            hidden = [taken.hidden[i] for i in layers]
+            part["reconstruction_plus"] = torch.cat(list(map(reconstruction.attention_plus, rows, hidden, norms)))
+        parts.append({name: found[..., probe.start : probe.stop] for name, found in part.items()})
+    return {name: torch.cat([part[name] for part in parts], -1) for name in wanted}
+
+
+def repeating_rows(probe: Probe, queries: Tensor, keys: Tensor, scale: float) -> reconstruction.Rows:
+    """What one layer shows of a probe's rows: queries [1, Q, R, D], keys [1, H, n + R, D] of the context and the rows."""
+    context, own = keys.split([keys.shape[2] - len(probe.rows), len(probe.rows)], 2)
+    positions = torch.arange(context.shape[2], device=keys.device).expand(context.shape[:3])
+    return reconstruction.Rows(queries, own, context, reconstruction.repeated(positions, probe)[1], scale)
 
 
 def run(model: PreTrainedModel, ids: Tensor, cache: object = None) -> tuple:

@@ -10,24 +10,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import distributed
 from tqdm import tqdm
 
-from learnkv import prompts
+from learnkv import prompts, reconstruction
 from learnkv.models import DTYPES, PreTrainedModel, describe
+from learnkv.names import unknown
 from learnkv.prompts import Prompt
 from learnkv.prompts.haystack import Split
 from learnkv.prompts.kinds import TRAIN_KINDS
-from learnkv.prompts.prompt import Tokenizer, encode
+from learnkv.prompts.prompt import Encoded, Tokenizer, encode
 from learnkv.traces import format
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Continuation, Trace, TraceConfig
-from learnkv.traces.measure import WINDOW, measure, respond
-from learnkv.traces.targets import TARGETS, Future, OverQuestions
+from learnkv.traces.measure import ALSO, WINDOW, measure, respond
+from learnkv.traces.targets import RECONSTRUCTIONS, TARGETS, Future, OverQuestions
 
+FULL = ("queries", "hidden")  # what mode=full means
 PARTS = "parts"  # traces that wait to be packed into a shard, one file each
 
 
@@ -47,6 +49,8 @@ class RecordSettings:
     future: Future = (
         "question_answer"  # whose attention is the utility: question_answer, answer (its rows alone), response (the model's own)
     )
+    also: list[str] = field(default_factory=list)  # what else a trace holds: names in learnkv.traces.measure.ALSO
+    question: Literal["outside", "inside"] = "outside"  # inside: the one question is part of the context, and its answer the future
     over_questions: OverQuestions = "sum"  # of one context's several questions: their utilities added, or the largest of them
     max_new_tokens: int = 64  # length of the model's own response, for future=response
     cuts: int = 0  # earlier ends of the context that get a utility too (arXiv:2602.10238, Alg. 1)
@@ -62,29 +66,53 @@ class RecordSettings:
                 raise ValueError(f"record.{name} is empty, so there is nothing to record; give one or more")
         if self.train + self.heldout == 0:
             raise ValueError("record.train=0 and record.heldout=0 leave nothing to record; give 1 or more of one of them")
+        for name in self.also:
+            if name not in ALSO:
+                raise unknown("record.also", name, ALSO)
 
     def content(self) -> dict[str, object]:
         """What decides the content of a trace, given its prompt and model: recipes that agree here share traces."""
-        response: dict[str, object] = {"max_new_tokens": self.max_new_tokens} if self.future == "response" else {}
-        return response | {
+        some: dict[str, object] = {"max_new_tokens": self.max_new_tokens} if self.future == "response" else {}
+        some |= {"question": self.question} if self.question != "outside" else {}
+        some |= {"also": self.holds} if self.holds else {}
+        return some | {
             "mode": self.mode,
             "future": self.future,
             "over_questions": self.over_questions,
             "cuts": self.cuts,
             "dtype": self.dtype,
-            "targets": list(TARGETS),
+            "targets": ["utility"],
         }
+
+    @property
+    def holds(self) -> list[str]:
+        """Names in ALSO of what each trace holds."""
+        return sorted({*self.also, *(FULL if self.mode == "full" else ())})
 
 
 # ---- which prompts, and where
 
 
 def make_prompts(settings: RecordSettings, tokenizer: Tokenizer, path: str = "") -> list[Prompt]:
-    """The recipe's generated prompts, training ones first; or those of the user's file, every tenth context of them held out."""
-    if path:
-        own = prompts.load_prompts(path)
-        contexts = {context: i for i, context in enumerate(dict.fromkeys(prompt.context for prompt in own))}  # equal ones stay on one side
-        return [replace(prompt, split="heldout" if contexts[prompt.context] % 10 == 9 else "train") for prompt in own]
+    """The recipe's generated prompts, training ones first; or those of the user's file, every tenth context of them held out.
+
+    With the question inside the context, each question makes a prompt of its own.
+    """
+    made = own_prompts(path) if path else generated_prompts(settings, tokenizer)
+    if settings.question == "outside":
+        return made
+    return [replace(prompt, questions=(asked,)) for prompt in made for asked in prompt.questions]
+
+
+def own_prompts(path: str) -> list[Prompt]:
+    """The prompts of a user's file; equal contexts stay on one side."""
+    own = prompts.load_prompts(path)
+    contexts = {context: i for i, context in enumerate(dict.fromkeys(prompt.context for prompt in own))}
+    return [replace(prompt, split="heldout" if contexts[prompt.context] % 10 == 9 else "train") for prompt in own]
+
+
+def generated_prompts(settings: RecordSettings, tokenizer: Tokenizer) -> list[Prompt]:
+    """Prompts of the recipe's kinds and sizes."""
     wanted: list[tuple[Split, int]] = [("train", settings.train), ("heldout", settings.heldout)]
     return [
         prompt
@@ -100,8 +128,43 @@ def trace_config(model: PreTrainedModel, settings: RecordSettings) -> TraceConfi
 
 
 def trace_folder(model: PreTrainedModel, settings: RecordSettings) -> Path:
-    """Where the traces of this model with these settings lie, whichever recipe asked for them: <folder>/<model>-<mode>-<hash>."""
+    """Where the traces of this model with these settings lie, whichever recipe asked for them: <folder>/<model>-<mode>-<hash>.
+
+    A folder that is there already and holds all that these settings ask for, and more, is as good.
+    """
     config = trace_config(model, settings)
+    own = own_folder(config, settings)
+    if (own / format.CONFIG).exists():
+        return own
+    others = sorted(path.parent for path in Path(settings.folder).glob(f"*/{format.CONFIG}"))
+    return next((folder for folder in others if covers(folder, config)), own)
+
+
+def covers(folder: Path, wanted: TraceConfig) -> bool:
+    """Whether the folder's traces hold what these settings would record, and more."""
+    try:
+        found = format.read_config(folder)
+    except ValueError:  # another format, or edited: not ours to judge here
+        return False
+    return same_model(found, wanted) and not lacks(found.settings, wanted.settings)
+
+
+def same_model(found: TraceConfig, wanted: TraceConfig) -> bool:
+    return replace(found.base_model, name=wanted.base_model.name) == wanted.base_model and found.rope == wanted.rope
+
+
+def lacks(found: dict, wanted: dict) -> list[tuple[str, object, object]]:
+    """(name, found, wanted) of the settings that differ; traces that hold more than is asked for do not."""
+    both = settings_side_by_side(found, wanted)
+    return [
+        (name, there, asked)
+        for name, there, asked in both
+        if (there != asked if name != "also" else not set(cast(list, asked or [])) <= set(cast(list, there or [])))
+    ]
+
+
+def own_folder(config: TraceConfig, settings: RecordSettings) -> Path:
+    """Where traces of these very settings lie."""
     name = re.sub(r"[^\w.-]+", "-", config.base_model.name).strip("-.") or "model"
     key = json.dumps([config.base_model.weights_hash, config.rope, config.settings, config.format_version], sort_keys=True)
     return Path(settings.folder) / f"{name}-{settings.mode}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
@@ -148,7 +211,9 @@ def plan_recording(
     if str(model.dtype) != str(DTYPES[settings.dtype]):
         raise ValueError(f"record.dtype={settings.dtype}, but the model was loaded in {model.dtype}; load it in the recipe's type")
     if (folder / format.CONFIG).exists():
-        check_same(folder, format.read_config(folder), config)
+        found = format.read_config(folder)
+        check_same(folder, found, config)
+        config, settings = found, replace(settings, also=cast(list, found.settings.get("also", [])))
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     jobs = {
         prompt.id: bare_trace(tokenizer, prompt, f"prompt {i} (id {prompt.id}, kind {prompt.kind})", settings, limit)
@@ -164,9 +229,9 @@ def plan_recording(
 def check_same(folder: Path, found: TraceConfig, wanted: TraceConfig) -> None:
     """Raises ValueError where the folder's traces are not what these settings would record."""
     format.check_model(folder, found.base_model, wanted.base_model)
-    for what, there, asked in (("rope", found.rope, wanted.rope), *settings_side_by_side(found.settings, wanted.settings)):
-        if there != asked:
-            raise ValueError(f"{folder} holds traces with {what}={there}, this recipe asks for {what}={asked}; record into another folder")
+    rope = [("rope", found.rope, wanted.rope)] if found.rope != wanted.rope else []
+    for what, there, asked in (*rope, *lacks(found.settings, wanted.settings)):
+        raise ValueError(f"{folder} holds traces with {what}={there}, this recipe asks for {what}={asked}; record into another folder")
 
 
 def settings_side_by_side(found: dict, wanted: dict) -> list[tuple[str, object, object]]:
@@ -181,27 +246,63 @@ def bare_trace(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: Reco
     if not prompt.context.strip() or len(encoded[0].context) < 2:
         raise ValueError(f"{record} has a context of {len(encoded[0].context)} tokens; recording needs text of 2 tokens or more")
     after = [len(e.question) + (settings.max_new_tokens if settings.future == "response" else len(e.answer)) for e in encoded]
-    if limit is not None and len(encoded[0].context) + max(after) > limit:
-        total = f"{len(encoded[0].context)} tokens of context and {max(after)} after it"
-        raise ValueError(f"{record} has {total}, the model has {limit} positions; shorten it")
+    refuse_beyond(limit, record, len(encoded[0].context), max(after))
     if settings.future != "response" and not all(len(e.answer) for e in encoded):
         raise ValueError(f"{record} has no answer, which future={settings.future} needs; add one, or record future=response")
+    trace = asked_inside(prompt, encoded, record) if settings.question == "inside" else asked_outside(prompt, encoded)
+    if not set(RECONSTRUCTIONS) & set(settings.holds):
+        return trace
+    whole, onward = reconstruction.instructions(tokenizer)
+    repeats = reconstruction.repetitions(trace.ids, whole, onward)
+    refuse_beyond(limit, record, len(trace.ids), max(len(probe.rows) for probe in repeats))
+    return replace(trace, repeat_whole=whole, repeat_onward=onward)
+
+
+def refuse_beyond(limit: int | None, record: str, num_context: int, num_after: int) -> None:
+    """Refuses what ends past the model's positions."""
+    if limit is not None and num_context + num_after > limit:
+        total = f"{num_context} tokens of context and {num_after} after it"
+        raise ValueError(f"{record} has {total}, the model has {limit} positions; shorten it")
+
+
+def asked_outside(prompt: Prompt, encoded: list[Encoded]) -> Trace:
+    """The prompt as a trace whose questions follow its context."""
     none = torch.empty(0, dtype=torch.int64)
     asked = [Continuation(e.question.long(), e.answer.long(), none, e.span) for e in encoded]
     return Trace(prompt.id, prompt.kind, prompt.split, encoded[0].context, asked)
+
+
+def asked_inside(prompt: Prompt, encoded: list[Encoded], record: str) -> Trace:
+    """The prompt as a trace whose context ends with the question."""
+    if len(encoded) > 1:
+        raise ValueError(f"{record} asks {len(encoded)} questions, record.question=inside takes one; record it with question=outside")
+    (only,) = encoded
+    none = torch.empty(0, dtype=torch.int64)
+    return Trace(
+        prompt.id,
+        prompt.kind,
+        prompt.split,
+        torch.cat([only.context, only.question]),
+        [Continuation(none, only.answer.long(), none, only.span)],
+    )
 
 
 def trace_bytes(config: TraceConfig, settings: RecordSettings, job: Trace) -> int:
     """What one trace will take on disk, its file's header left out."""
     base, n = config.base_model, len(job.ids)
     response = settings.max_new_tokens if settings.future == "response" else 0
-    ids = 8 * (n + sum(len(q.question) + len(q.answer) + response for q in job.questions))
+    repeat = sum(len(instruction) for instruction in (job.repeat_whole, job.repeat_onward) if instruction is not None)
+    ids = 8 * (n + repeat + sum(len(q.question) + len(q.answer) + response for q in job.questions))
     if settings.mode == "ids":
         return ids
-    query_rows = min(n, WINDOW) + (n if settings.mode == "full" else 0)
-    hidden = n * base.hidden_size if settings.mode == "full" else 0
+    holds = settings.holds
+    query_rows = min(n, WINDOW) + n * len({"queries", "queries_pre_rope"} & set(holds))
+    hidden = n * base.hidden_size * len({"hidden", "block_input"} & set(holds))
     bfloat16 = 2 * n * base.num_kv_heads * base.head_dim + query_rows * base.num_query_heads * base.head_dim + hidden
-    float32 = (1 + len(TARGETS) + settings.cuts) * n * base.num_kv_heads
+    heads = {"kv": base.num_kv_heads, "query": base.num_query_heads}
+    more = sum(heads[TARGETS[name].heads] for name in holds if name in TARGETS)
+    more += base.num_kv_heads * len(set(RECONSTRUCTIONS) & set(holds))
+    float32 = n * ((2 + settings.cuts) * base.num_kv_heads + more)
     return ids + base.num_layers * (2 * bfloat16 + 4 * float32)
 
 
@@ -268,7 +369,6 @@ def record_one(model: PreTrainedModel, job: Trace, settings: RecordSettings) -> 
     """What is stored of one prompt."""
     if settings.mode == "ids":
         return respond(model, job, settings.max_new_tokens) if settings.future == "response" else job
-    full = settings.mode == "full"
     return measure(
         model,
         job,
@@ -276,7 +376,7 @@ def record_one(model: PreTrainedModel, job: Trace, settings: RecordSettings) -> 
         over_questions=settings.over_questions,
         max_new_tokens=settings.max_new_tokens,
         cuts=settings.cuts,
-        full=full,
+        also=settings.holds,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -41,8 +42,50 @@ def utility(queries: Tensor, keys: Tensor, num_tokens: int, scale: float) -> Ten
     return mass_of_rows(queries, keys, range(S - T, S), scale, "max")[..., :num_tokens]
 
 
+def attention(queries: Tensor, keys: Tensor, num_tokens: int, scale: float) -> Tensor:
+    """What LookaheadKV and Judge Q imitate (arXiv:2603.10899, section 2): attention of later rows, mean over the rows, per query head.
+
+    Shapes as in `utility`, but it returns [B, Q, n].  A row's shares of the context do not add up to 1: later keys stay in the softmax.
+    """
+    B, Q, T, D = queries.shape
+    H, S = keys.shape[1:3]
+    per_head = keys[:, :, None].expand(B, H, Q // H, S, D).reshape(B, Q, S, D)
+    return mass_of_rows(queries, per_head, range(S - T, S), scale, "sum")[..., :num_tokens] / T
+
+
+def peak_logit(queries: Tensor, keys: Tensor, num_tokens: int, scale: float) -> Tensor:
+    """What Locret imitates (arXiv:2410.01805): largest attention logit of later rows, over the rows and the query group.
+
+    Shapes as in `utility`.
+    """
+    B, Q, T, D = queries.shape
+    H = keys.shape[1]
+    rows = queries.float().reshape(B, H, Q // H * T, D) * scale  # all rows come after all tokens: no mask
+    blocks = [(block @ keys[:, :, :num_tokens].float().mT).amax(2) for block in rows.split(ROWS, 2)]
+    return torch.stack(blocks).amax(0)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number per token that the future decides.
+
+    of              queries [B, Q, T, D] of later rows, keys [B, H, S, D] of all, n, scale -> [B, heads, n] float32
+    heads           "kv": per KV head; "query": per query head
+    over_questions  how the questions of one context are joined, whatever the recipe says; None leaves it to the recipe
+    """
+
+    of: Callable[[Tensor, Tensor, int, float], Tensor]
+    heads: Literal["kv", "query"] = "kv"
+    over_questions: OverQuestions | None = None
+
+
 OVER_QUESTIONS: dict[OverQuestions, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
-TARGETS: dict[str, Callable[[Tensor, Tensor, int, float], Tensor]] = {"utility": utility}
+TARGETS: dict[str, Target] = {
+    "utility": Target(utility),
+    "attention": Target(attention, "query", "sum"),
+    "peak_logit": Target(peak_logit, "kv", "max"),
+}
+RECONSTRUCTIONS = ("reconstruction", "reconstruction_plus")  # per KV head, of the context alone: `learnkv.reconstruction`
 
 
 def context_mass(queries: Tensor, keys: Tensor, scale: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -85,9 +86,12 @@ class GateTraining(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         s = self.settings
-        optimizer = AdamW(self.gate.parameters(), s.lr, weight_decay=s.weight_decay)
+        optimizer = OPTIMIZERS[s.optimizer](self.gate.parameters(), lr=s.lr, weight_decay=s.weight_decay)
         schedule = LambdaLR(optimizer, lambda step: learning_rate(step, s) / s.lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "sgd": partial(SGD, momentum=0.9)}
 
 
 def learning_rate(step: int, s: TrainSettings) -> float:

@@ -10,6 +10,7 @@ import torch
 from learnkv.gates.base import Batch
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Trace
+from learnkv.traces.targets import RECONSTRUCTIONS, TARGETS
 from learnkv.training.settings import Cut, TrainSettings
 
 
@@ -39,7 +40,8 @@ class Steps:
         drawn = self.traces.draw(self.settings.seed, step, self.settings.batch)
         whole = Batch([self.traces[i] for i in drawn[self.rank :: self.world_size]], self.settings.seed, step)
         cut = CUTS[self.settings.cut]
-        return replace(whole, traces=[cut(trace, self.settings.min_cut, whole.generator(trace, "cut")) for trace in whole.traces])
+        traces = [cut(trace, self.settings.min_cut, whole.generator(trace, "cut")) for trace in whole.traces]
+        return replace(whole, traces=[shuffled(trace, self.settings.seed) for trace in traces] if self.settings.shuffled else traces)
 
     def state_dict(self) -> dict[str, int]:
         return {"next_step": self.next_step}
@@ -76,9 +78,22 @@ def recorded_cut(trace: Trace, least: int, generator: torch.Generator) -> Trace:
 
 def shortened(trace: Trace, n: int) -> Trace:
     """What a gate trains on, of the first n tokens; the window of last queries belongs to the whole and is left out."""
-    columns = {name: getattr(trace, name) for name in ("keys", "values", "hidden", "queries")}
+    columns = {name: getattr(trace, name) for name in ("keys", "values", "hidden", "block_input", "queries", "queries_pre_rope")}
     cut = {name: t[..., :n, :] for name, t in columns.items() if t is not None}
-    return replace(trace, ids=trace.ids[:n], window=None, mass=None, targets={"utility": trace.targets["utility"][..., :n]}, **cut)
+    return replace(
+        trace,
+        ids=trace.ids[:n],
+        window=None,
+        mass=None,
+        targets={name: t[..., :n] for name, t in trace.targets.items() if name in (*TARGETS, *RECONSTRUCTIONS)},
+        **cut,
+    )
+
+
+def shuffled(trace: Trace, seed: int) -> Trace:
+    """The trace with the targets of its tokens dealt out anew, alike in all layers and heads and in every step."""
+    order = torch.randperm(len(trace.ids), generator=Batch((), seed, step=0).generator(trace, "shuffled"))
+    return replace(trace, targets={name: t[..., order] if name in TARGETS else t for name, t in trace.targets.items()})
 
 
 CUTS: dict[Cut, Callable[[Trace, int, torch.Generator], Trace]] = {"none": no_cut, "uniform": uniform_cut, "recorded": recorded_cut}
