@@ -1,18 +1,22 @@
-"""An adapter for rows alone: PEFT's LoRA in a copy of the decoder that shares its weights, so that the decoder itself stays as it is."""
+"""Probe tokens with an adapter: PEFT's LoRA in a copy of the decoder that shares its weights, so that the decoder itself stays as it is."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
+from learnkv.capture import decoder_of
+from learnkv.gates.probe_tokens import ProbeTokens, ProbeTokensConfig
 from learnkv.models import BaseModel, PreTrainedModel
+from learnkv.observation import Probe
 
 ADAPTER = "rows"
 FIRST = 1e-3  # deviation of the second factor at the start
@@ -123,3 +127,74 @@ def refuse_lacking(decoder: PreTrainedModel, paths: list[str]) -> None:
         raise ValueError(
             f"{type(decoder).__name__} has no {lacking[0]}; the adapter goes on q, k, v, o, gate, up and down projections of their own"
         )
+
+
+# ---- rows that have one
+
+
+@dataclass(frozen=True)
+class AdaptedTokensConfig(ProbeTokensConfig):
+    """Probe tokens with an adapter."""
+
+    rank: int = 8  # of the LoRA
+    alpha: float = 32.0  # its scale is alpha / rank
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank} counts dimensions; give 1 or more")
+        if not self.alpha > 0:
+            raise ValueError(f"alpha={self.alpha} must be above 0")
+
+
+class AdaptedTokens(ProbeTokens):
+    """Probe tokens whose rows alone run through a LoRA."""
+
+    config: AdaptedTokensConfig
+
+    def __init__(self, config: AdaptedTokensConfig, base: BaseModel) -> None:
+        super().__init__(config, base)
+        self.adapter = Adapter(base, config.rank, config.alpha)
+        self.own = Own()
+        self.bound = Bound()
+
+    def bind(self, model: nn.Module) -> Self:
+        decoder = decoder_of(cast(PreTrainedModel, model))
+        found = self.bound.get(decoder)
+        if found is None or found.own.twin is None or not found.own.twin.follows(decoder):
+            found = self.bound[decoder] = self.bound_anew(decoder)
+        return cast(Self, found)
+
+    @torch.no_grad()
+    def bound_anew(self, decoder: PreTrainedModel) -> AdaptedTokens:
+        bound = super().bind(decoder)
+        bound.own, bound.held = Own(bound.adapter.twin(decoder)), None  # the decoder itself stays free to be collected
+        bound.runner()
+        return bound
+
+    def runner(self) -> PreTrainedModel:
+        if self.own.twin is None:
+            self.own.twin = self.adapter.twin(super().runner())
+        self.adapter.give(self.own.twin)
+        return self.own.twin.decoder
+
+    def probe(self, token_ids: Tensor) -> list[Probe]:
+        assert self.own.twin is not None, "bound before it serves"
+        return [replace(probe, decoder=self.own.twin.decoder) for probe in super().probe(token_ids)]
+
+
+@dataclass
+class Own:
+    """A gate's twin; a copy of the gate makes one of its own, with its own weights."""
+
+    twin: Twin | None = None
+
+    def __deepcopy__(self, memo: dict) -> Own:
+        return Own()
+
+
+class Bound(WeakKeyDictionary[PreTrainedModel, AdaptedTokens]):
+    """A gate as it serves each decoder; copies of the gate start without."""
+
+    def __deepcopy__(self, memo: dict) -> Bound:
+        return Bound()

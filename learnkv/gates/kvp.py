@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from learnkv import ops
 from learnkv.gates.base import Batch, Gate
+from learnkv.gates.network import Branch, HeadNetwork, Heads, NetworkConfig
 from learnkv.gates.ranking import LOSSES, OVER_ALL_HEADS, UTILITY_FLOOR, Items, unprotected
 from learnkv.models import BaseModel
 from learnkv.names import unknown
@@ -27,14 +23,9 @@ MAX_REACH = 64
 
 
 @dataclass(frozen=True)
-class KVPConfig:
+class KVPConfig(NetworkConfig):
     """Published (configs/train_single_head.yaml): branch_width=256, width=256, positions=table, unrotate=False, pooling=0, both inputs."""
 
-    branch_width: int = 32  # of the key branch and of the value branch
-    width: int = 64  # of the trunk
-    depth: int = 2  # trunk layers of Linear, LayerNorm, SiLU
-    positions: str = "log"  # log, table or none
-    max_positions: int = 6000  # rows of the table; later positions share the last
     inputs: tuple[str, ...] = ("keys", "values")  # which branches there are; () scores by position alone
     unrotate: bool = True  # take RoPE off the keys, so that scores hold at positions that were not trained on
     pooling: float = 0.75  # share in a served score of the mean over the token's neighbourhood; 0 for none
@@ -46,16 +37,15 @@ class KVPConfig:
     num_recent: int = 16  # last tokens, likewise
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.loss not in LOSSES:
             raise unknown("loss", self.loss, LOSSES)
-        if self.positions not in POSITIONS:
-            raise unknown("positions", self.positions, POSITIONS)
         for name in self.inputs:
             if name not in INPUTS:
                 raise unknown("input", name, INPUTS)
         if not self.inputs and self.positions == "none":
             raise ValueError("inputs=[] with positions=none leaves the gate nothing to read; give one of them")
-        for name in ("branch_width", "width", "depth", "max_positions", "reach", "permutations"):
+        for name in ("reach", "permutations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
         if not 0 <= self.pooling <= 1:
@@ -82,7 +72,7 @@ class Features:
     num_seen: Tensor
 
 
-class KVP(Gate):
+class KVP(HeadNetwork, Gate):
     """Key branch, value branch and position part, concatenated into a trunk that ends in one score (arXiv:2602.10238).
 
     Differs: all agents are one batched network, where the authors train one agent per process; RoPE is taken off the keys, so that
@@ -96,20 +86,11 @@ class KVP(Gate):
     needs = frozenset({"rope_offset"})
     Config = KVPConfig
     config: KVPConfig
-    scale: Tensor
-    shift: Tensor
     frequencies: Tensor
 
     def __init__(self, config: KVPConfig, base: BaseModel) -> None:
         super().__init__(config, base)
-        heads = self.heads = Heads(base.num_layers, base.num_kv_heads, config.shared)
-        self.branches = nn.ModuleList(Branch(heads, base.head_dim, config.branch_width) for _ in config.inputs)
-        self.position = POSITIONS[config.positions](heads, config)
-        widths = [config.branch_width * len(config.inputs) + self.position.width] + [config.width] * config.depth
-        self.trunk = nn.ModuleList(TrunkLayer(heads, i, o) for i, o in pairwise(widths))
-        self.head = HeadLinear(heads, config.width, 1, bias=False)
-        self.register_buffer("scale", torch.ones(base.num_layers, base.num_kv_heads))
-        self.register_buffer("shift", torch.zeros(base.num_layers, base.num_kv_heads))
+        self.build(Heads(base.num_layers, base.num_kv_heads, config.shared), [base.head_dim] * len(config.inputs), config)
         if self.turns and not base.frequencies:
             raise ValueError(
                 f"learnkv can't take the RoPE of model {base.name} off its keys, which this gate reads; train with gate.unrotate=false"
@@ -127,9 +108,8 @@ class KVP(Gate):
 
     def forward(self, features: Features, layers: slice) -> Tensor:
         """[l, H, R] float32 scores by the weights of `layers`, whose heads are those of one call."""
-        inputs = [one_call(getattr(features, name)) for name in self.config.inputs]
-        position = one_call(self.position(features.positions, features.num_seen, layers))
-        return ops.mlp_scorer(inputs, position, *self.weights(layers)).view(features.positions.shape)
+        inputs = [getattr(features, name) for name in self.config.inputs]
+        return self.network(inputs, features.positions, features.num_seen, layers)
 
     @torch.no_grad()
     def score(self, obs: Observation) -> Tensor:
@@ -141,13 +121,6 @@ class KVP(Gate):
         features = Features(rows(keys)[None], rows(obs.values)[None], rows(obs.positions)[None], num_seen)
         scores = self(features, slice(obs.layer, obs.layer + 1)).view(H, B, L).transpose(0, 1)
         return self.pooled(scores, obs.positions)
-
-    def weights(self, layers: slice) -> tuple[list[ops.BranchWeights], list[ops.TrunkWeights], Tensor, Tensor, Tensor]:
-        """The network of `layers` as `ops.mlp_scorer` takes it, layer by layer and head by head."""
-        branches = [branch.weights(layers) for branch in cast(list[Branch], self.branches)]
-        trunk = [each.weights(layers) for each in cast(list[TrunkLayer], self.trunk)]
-        head = self.heads.of(self.head.weight, layers)[..., 0]
-        return branches, trunk, head, self.scale[layers].flatten(), self.shift[layers].flatten()
 
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
@@ -266,11 +239,6 @@ def neighbourhood_mean(scores: Tensor, positions: Tensor, reach: int) -> Tensor:
     return total / count
 
 
-def one_call(x: Tensor) -> Tensor:
-    """[l, H, R, X] -> [1, l * H, R, X]: one batched product serves all layers."""
-    return x.flatten(0, 1)[None]
-
-
 def rows(x: Tensor) -> Tensor:
     """[B, H, L, ...] -> [H, B * L, ...]."""
     return x.transpose(0, 1).flatten(1, 2)
@@ -314,149 +282,3 @@ def utility_of(trace: Trace) -> Tensor:
     if "utility" not in trace.targets:
         raise ValueError(f"trace {trace.id} has targets {sorted(trace.targets)}, kvp trains on 'utility'; record with mode=targets")
     return trace.targets["utility"]
-
-
-# ---- the network, every weight stacked [layers, H, ...]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """How many agents there are; one weight serves all of them where they are shared."""
-
-    num_layers: int
-    num_kv_heads: int
-    shared: bool
-
-    def weight(self, *shape: int) -> nn.Parameter:
-        """An empty stacked parameter."""
-        return nn.Parameter(torch.empty(*((1, 1) if self.shared else (self.num_layers, self.num_kv_heads)), *shape))
-
-    def of(self, weight: Tensor, layers: slice) -> Tensor:
-        """[l * H, ...] the weights of a run of layers."""
-        return weight.expand(self.num_layers, self.num_kv_heads, *weight.shape[2:])[layers].flatten(0, 1)
-
-
-class HeadLinear(nn.Module):
-    """Weight [.., i, o] and bias of one linear map per head."""
-
-    def __init__(self, heads: Heads, size: int, width: int, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = heads.weight(size, width)
-        self.bias = heads.weight(1, width) if bias else None
-        nn.init.normal_(self.weight, std=1 / math.sqrt(size))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-class HeadNorm(nn.Module):
-    """Weight and bias per head of a LayerNorm over the last dimension."""
-
-    def __init__(self, heads: Heads, width: int) -> None:
-        super().__init__()
-        self.weight = heads.weight(1, width)
-        self.bias = heads.weight(1, width)
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
-
-
-class Branch(nn.Module):
-    """Standardise, Linear, LayerNorm.
-
-    The LayerNorm has no weight and bias of its own: the linear map that follows it holds them.
-    """
-
-    mean: Tensor
-    deviation: Tensor
-
-    def __init__(self, heads: Heads, head_dim: int, width: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.linear = HeadLinear(heads, head_dim, width)
-        shape = heads.num_layers, heads.num_kv_heads, 1, head_dim
-        self.register_buffer("mean", torch.zeros(shape))
-        self.register_buffer("deviation", torch.ones(shape))
-
-    def weights(self, layers: slice) -> ops.BranchWeights:
-        """Of the heads of `layers`."""
-        assert self.linear.bias is not None
-        mean, deviation = (x[layers].flatten(0, 1)[:, 0] for x in (self.mean, self.deviation))
-        return ops.BranchWeights(mean, deviation, self.heads.of(self.linear.weight, layers), self.heads.of(self.linear.bias, layers)[:, 0])
-
-    def standardise(self, x: Tensor) -> None:
-        """Takes mean and deviation per head from x [layers, H, n, D]."""
-        self.mean.copy_(x.mean(2, keepdim=True))
-        self.deviation.copy_(x.std(2, keepdim=True) + 1e-5)
-
-
-class TrunkLayer(nn.Module):
-    """Linear, LayerNorm, SiLU."""
-
-    def __init__(self, heads: Heads, size: int, width: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.linear = HeadLinear(heads, size, width)
-        self.norm = HeadNorm(heads, width)
-
-    def weights(self, layers: slice) -> ops.TrunkWeights:
-        """Of the heads of `layers`."""
-        assert self.linear.bias is not None
-        rows = (self.heads.of(w, layers)[:, 0] for w in (self.linear.bias, self.norm.weight, self.norm.bias))
-        return ops.TrunkWeights(self.heads.of(self.linear.weight, layers), *rows)
-
-
-class LogPositions(nn.Module):
-    """log(1 + pos), log(1 + n - pos) and pos / n: goes on past the lengths that were trained on.
-
-    Differs: the published table tells no positions apart beyond its end.
-    """
-
-    width = 3
-
-    def __init__(self, heads: Heads, config: KVPConfig) -> None:
-        super().__init__()
-
-    def forward(self, positions: Tensor, num_seen: Tensor, layers: slice) -> Tensor:
-        pos = positions.clamp(min=0).float()
-        left = (num_seen - pos).clamp(min=0)  # below 0 on padding
-        return torch.stack([pos.log1p() / LOG_SPAN, left.log1p() / LOG_SPAN, pos / num_seen], -1)
-
-
-LOG_SPAN = 8.0  # log of about 3,000 tokens: keeps the features near 1
-
-
-class TablePositions(nn.Module):
-    """A learned row per position and a LayerNorm, as published."""
-
-    width = 32
-
-    def __init__(self, heads: Heads, config: KVPConfig) -> None:
-        super().__init__()
-        self.heads = heads
-        self.table = heads.weight(config.max_positions, self.width)
-        self.norm = HeadNorm(heads, self.width)
-        nn.init.normal_(self.table)
-
-    def forward(self, positions: Tensor, num_seen: Tensor, layers: slice) -> Tensor:
-        table, weight, bias = (self.heads.of(w, layers) for w in (self.table, self.norm.weight, self.norm.bias))
-        index = positions.flatten(0, 1).clamp(0, table.shape[1] - 1).long()[..., None]  # [l * H, R, 1]
-        found = F.layer_norm(table.gather(1, index.expand(-1, -1, self.width)), (self.width,))
-        return torch.addcmul(bias, found, weight).view(*positions.shape, self.width)
-
-
-class NoPositions(nn.Module):
-    """Nothing: the score hangs on keys and values alone."""
-
-    width = 0
-
-    def __init__(self, heads: Heads, config: KVPConfig) -> None:
-        super().__init__()
-
-    def forward(self, positions: Tensor, num_seen: Tensor, layers: slice) -> Tensor:
-        return positions.new_zeros(*positions.shape, 0, dtype=torch.float32)
-
-
-POSITIONS: dict[str, Callable[[Heads, KVPConfig], LogPositions | TablePositions | NoPositions]] = {
-    "log": LogPositions,
-    "table": TablePositions,
-    "none": NoPositions,
-}
