@@ -27,7 +27,7 @@ from torch import distributed
 from learnkv import config
 from learnkv.capture import evictable_layers
 from learnkv.checkpoint import save_gate
-from learnkv.evaluation.compare import QUICK, quick_table
+from learnkv.evaluation.compare import QUICK, quick_table, served
 from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
@@ -46,6 +46,10 @@ from learnkv.training.fit import EVENTS, LAST
 
 RECIPE = "recipe.yaml"
 BUDGETS = (0.5, 0.2, 0.1)  # of the last table
+COMPRESSED = {  # what it is of: prompts are asked as they were recorded
+    "outside": "compressed before the question is known",
+    "inside": "compressed with the question in the prompt, all but its last token (record.question=inside)",
+}
 
 
 @dataclass
@@ -229,10 +233,11 @@ def conclude(
     prompts = [replace(prompt, questions=prompt.questions[:2]) for prompt in heldout]
     if prompts:
         kinds = Counter(prompt.kind for prompt in prompts)
-        print(f"answers to {len(prompts)} held-out prompts ({', '.join(kinds)}), compressed before the question is known", flush=True)
-        print(quick_table(model, tokenizer, prompts, gate, BUDGETS) + "\n")
+        print(f"answers to {len(prompts)} held-out prompts ({', '.join(kinds)}), {COMPRESSED[command.record.question]}", flush=True)
+        print(quick_table(model, tokenizer, prompts, gate, BUDGETS, command.record.question) + "\n")
     print(f"gate: {folder}\ntraces: {traces.folder}\nTensorBoard: tensorboard --logdir {folder}")
-    print(f"next: python -m learnkv.generate model={command.model} method={gate.METHOD}+adaptive:{folder} compare=true")
+    rule = "+adaptive" if served(gate)[0].allocator == "uniform" else ""
+    print(f"next: python -m learnkv.generate model={command.model} method={gate.METHOD}{rule}:{folder} compare=true")
 
 
 def reward_table(gate: Gate, heldout: TraceDataset, model: PreTrainedModel) -> str:

@@ -58,6 +58,15 @@ def test_one_command_records_trains_and_compares(recipe, capsys):
     assert f"next: python -m learnkv.generate model={recipe.parent / 'model'} method=kvp+adaptive:{folder} compare=true" in out
 
 
+def test_a_gate_recorded_with_the_question_inside_is_asked_with_it_inside(recipe, capsys):
+    judge = ["method=judge_q", "gate={num_tokens: 4}", "record.question=inside", "record.also=[attention]", "train.steps=1", "table=1"]
+    Path("judge.yaml").write_text("\n".join(line for line in recipe.read_text().splitlines() if not line.startswith("gate")))
+    assert config.main(run, TrainCommand, ["recipe=judge.yaml", *judge]) == 0
+    out = capsys.readouterr().out
+    assert "compressed with the question in the prompt, all but its last token (record.question=inside)" in out
+    assert "\njudge_q " in out and "\njudge_q+adaptive_global " in out
+
+
 def test_a_folder_that_another_run_trains_into_is_refused_and_left_alone(recipe, capsys):
     folder = Path("checkpoints/runs/tiny")
     folder.mkdir(parents=True)

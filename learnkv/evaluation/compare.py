@@ -21,6 +21,7 @@ from learnkv.evaluation.report import FULL, summarise, text_table
 from learnkv.evaluation.rows import Cell, Row, RowFile, budget_of
 from learnkv.gates.base import Gate
 from learnkv.heuristics.streaming_llm import StreamingLLM
+from learnkv.methods import METHODS
 from learnkv.models import BaseModel, PreTrainedModel, describe
 from learnkv.policy import Policy
 from learnkv.prompts import Encoded, Prompt, encode
@@ -134,11 +135,27 @@ def compare(
     return [replace(done[a.cell.key], **named(a.cell)) for _, asked in tasks for a in asked]
 
 
-def quick_table(model: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt], gate: Gate, budgets: Sequence[float]) -> str:
-    """A gate beside the full cache, random, the oracle, heuristics and a lexical rule, as a text table; nothing is written."""
-    own = [gate_contender(gate, run="", line=f"{gate.METHOD}+{rule}", allocator=rule) for rule in ("uniform", "adaptive_global")]
-    contenders = [*own, *contenders_of([*QUICK, "kvzip", "keep_digits"], model, tokenizer)]
-    return text_table(summarise(compare(model, tokenizer, prompts, plan(contenders, budgets))))
+def quick_table(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    gate: Gate,
+    budgets: Sequence[float],
+    question: Literal["outside", "inside"] = "outside",
+) -> str:
+    """A gate beside the full cache, random, the oracle, heuristics and a lexical rule, as a text table; nothing is written.
+
+    The gate splits the budget as its method is served, and by one more rule.
+    """
+    contenders = [*served(gate), *contenders_of([*QUICK, "kvzip", "keep_digits"], model, tokenizer)]
+    return text_table(summarise(compare(model, tokenizer, prompts, plan(contenders, budgets), question=question)))
+
+
+def served(gate: Gate) -> list[Contender]:
+    """The gate by its method's own rule, and by a rule of ALLOCATORS that is another."""
+    own = gate_contender(gate, run="", line=gate.METHOD)
+    other = next(rule for rule in (METHODS[gate.METHOD].allocate, "adaptive_global", "uniform") if rule != own.allocator)
+    return [own, gate_contender(gate, run="", line=f"{gate.METHOD}+{other}", allocator=other)]
 
 
 def batched(asked: Sequence[Asked], size: int) -> Iterator[list[Asked]]:
