@@ -23,6 +23,7 @@ from learnkv.budgets import resolve
 from learnkv.checkpoint import load_gate
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import budget_of
+from learnkv.geometry import max_positions
 from learnkv.models import DTYPES, PreTrainedModel, PreTrainedTokenizerBase, load_model
 from learnkv.policy import Policy
 from learnkv.prompts import Prompt, Question, encode, make
@@ -129,7 +130,7 @@ def tokens_of(prompt: Prompt, command: GenerateCommand, model: PreTrainedModel, 
     """
     encoded = encode(tokenizer, prompt, prompt.questions[0])
     total = len(encoded.context) + len(encoded.question) + command.max_new_tokens
-    most = model.config.get_text_config().max_position_embeddings
+    most = max_positions(model)
     if total > most:
         size = f"{total} tokens with the question and max_new_tokens={command.max_new_tokens}"
         raise ValueError(f"{size}, but {command.model} has {most} positions; shorten the context")

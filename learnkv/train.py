@@ -32,7 +32,7 @@ from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
 from learnkv.methods import METHODS
-from learnkv.models import DTYPES, BaseModel, PreTrainedModel, describe, load_model, refuse_beyond_positions
+from learnkv.models import DTYPES, BaseModel, PreTrainedModel, describe, load_model, refuse_long_contexts
 from learnkv.names import unknown
 from learnkv.observation import Scorer
 from learnkv.prompts import Prompt
@@ -87,7 +87,7 @@ def run(command: TrainCommand) -> None:
         refuse_other_recipe(folder, settled(command))
     model, tokenizer = load_model(command.model, DTYPES[command.record.dtype])
     if not command.prompts:
-        refuse_beyond_positions(model, "record.num_tokens", command.record.num_tokens)
+        refuse_long_contexts(model, "record.num_tokens", command.record.num_tokens)
     asked = make_prompts(command.record, tokenizer, command.prompts)
     refuse_one_sided(asked)
     plan = plan_recording(model, tokenizer, asked, trace_folder(model, command.record), command.record)

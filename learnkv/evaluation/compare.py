@@ -20,6 +20,7 @@ from learnkv.evaluation.contenders import WHOLE, Contender, contenders_of, gate_
 from learnkv.evaluation.report import FULL, summarise, text_table
 from learnkv.evaluation.rows import Cell, Row, RowFile, budget_of
 from learnkv.gates.base import Gate
+from learnkv.geometry import max_positions
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.methods import METHODS
 from learnkv.models import BaseModel, PreTrainedModel, describe
@@ -187,7 +188,7 @@ def encode_prompt(model: PreTrainedModel, tokenizer: Tokenizer, prompt: Prompt) 
     for e in encoded:
         question = torch.cat([e.context[len(context) :], e.question])
         found.append(replace(e, context=context.to(device), question=question.long().to(device), answer=e.answer.long().to(device)))
-    refuse_unusable(prompt, found, model.config.get_text_config().max_position_embeddings)
+    refuse_unusable(prompt, found, max_positions(model))
     return found
 
 
@@ -196,7 +197,7 @@ def asked_inside(e: Encoded) -> Encoded:
     return replace(e, context=torch.cat([e.context, e.question[:-1]]), question=e.question[-1:])
 
 
-def refuse_unusable(prompt: Prompt, encoded: Sequence[Encoded], max_tokens: int) -> None:
+def refuse_unusable(prompt: Prompt, encoded: Sequence[Encoded], max_tokens: float) -> None:
     where = f"prompt {prompt.id} ({prompt.kind}, {prompt.context[:40]!r}...)"
     for e in encoded:
         total = len(e.context) + len(e.question) + len(e.answer)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from learnkv.gates.base import Batch, Gate, Held
 from learnkv.gates.soft import Attend, recomputed, soft_attention
+from learnkv.geometry import max_positions
 from learnkv.names import unknown
 from learnkv.traces.format import Continuation, Trace
 
@@ -85,8 +86,7 @@ class DistilledGate(Gate):
 
     def sequence_of(self, trace: Trace, learn_from: str) -> tuple[Sequence, Tensor]:
         """The trace's sequence and the rows to learn from; a trace without any is refused by its id."""
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
-        sequence = Sequence.of(trace, self.device, positions)
+        sequence = Sequence.of(trace, self.device, max_positions(self.model))
         rows = sequence.rows(learn_from)
         if not len(rows):
             raise ValueError(f"trace {trace.id} has no rows to learn from (gate.learn_from={learn_from}); record questions with answers")

@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 from learnkv import budgets
 from learnkv.capture import blocks_of, decoder_of, evictable_layers, query_projection
 from learnkv.counts import check_count
-from learnkv.geometry import kv_shape, removable_frequencies
+from learnkv.geometry import kv_shape, max_positions, removable_frequencies
 from learnkv.names import given
 from learnkv.observation import Probe, Scorer
 from learnkv.policy import Policy
@@ -393,7 +393,7 @@ class EvictionCache(Cache):
         sliding = [(layer, vars(layer).copy()) for layer in self.sliding]
         for layer, before in sliding:
             layer.keys, layer.values = (before[name][probe.row : probe.row + 1] for name in ("keys", "values"))
-        refuse_beyond_positions(model, probe.probe)
+        refuse_late_rows(model, probe.probe)
         decoder = model if probe.probe.decoder is None else cast(PreTrainedModel, probe.probe.decoder)
         rows = probe.probe.rows.to(probe.base.positions.device)[None]
         mask = probe.base.attention_mask
@@ -415,10 +415,10 @@ def as_input(rows: Tensor, decoder: PreTrainedModel) -> dict[str, Tensor]:
     return {"inputs_embeds": rows.to(decoder.dtype)} if rows.is_floating_point() else {"input_ids": rows}
 
 
-def refuse_beyond_positions(model: PreTrainedModel, probe: Probe) -> None:
+def refuse_late_rows(model: PreTrainedModel, probe: Probe) -> None:
     """Raises a ValueError where a probe's rows end past the model's positions: what they would attend to means nothing."""
-    end, limit = probe.position + len(probe.rows), getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and end > limit:
+    end, limit = probe.position + len(probe.rows), max_positions(model)
+    if end > limit:
         raise ValueError(
             f"a probe of {len(probe.rows)} rows after the prompt ends at position {end}, the model has {limit}; "
             "shorten the prompt, or take smaller probes (kvzip: chunk_size)"
