@@ -31,6 +31,7 @@ from learnkv.evaluation.compare import QUICK, quick_table, served
 from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
+from learnkv.locks import alone
 from learnkv.methods import METHODS
 from learnkv.models import DTYPES, BaseModel, PreTrainedModel, describe, load_model, refuse_long_contexts
 from learnkv.names import unknown
@@ -38,7 +39,7 @@ from learnkv.observation import Scorer
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.format import alone, write_atomically
+from learnkv.traces.format import write_atomically
 from learnkv.traces.measure import softmax_scales
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 from learnkv.training import TrainSettings, fit

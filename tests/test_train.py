@@ -13,9 +13,9 @@ from learnkv import config
 from learnkv.checkpoint import load_gate
 from learnkv.evaluation.reward import rewards, score_trace
 from learnkv.heuristics.streaming_llm import StreamingLLM
+from learnkv.locks import alone
 from learnkv.methods import METHODS
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.format import alone
 from learnkv.train import TrainCommand, name_of, run
 from tests.observations import Row, observe
 from tests.recording import byte_tokenizer, tiny_model

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from learnkv import prompts, reconstruction
 from learnkv.geometry import max_positions
+from learnkv.locks import alone
 from learnkv.models import DTYPES, PreTrainedModel, describe
 from learnkv.names import unknown
 from learnkv.prompts import Prompt
@@ -424,7 +425,7 @@ class Packer:
 def prepared(plan: Plan) -> Iterator[None]:
     """The folder with its settings, without what a killed run left half written, and closed to other recordings for the while."""
     (plan.folder / PARTS).mkdir(parents=True, exist_ok=True)
-    with format.alone(plan.folder, "recording into"):
+    with alone(plan.folder, "recording into"):
         for path in [*plan.folder.glob("*.tmp"), *(plan.folder / PARTS).glob("*.tmp")]:
             path.unlink()
         if not (plan.folder / format.CONFIG).exists():
