@@ -71,15 +71,15 @@ class KVPConfig:
 class Features:
     """What KVP reads of each token; rows R are the tokens of any number of sequences.
 
-    keys, values  [l, H, R, D] any float type, keys as `KVP.as_read` gives them
     positions     [l, H, R] ordinal of the token in its sequence
     num_seen      [R] tokens of that sequence so far
+    keys, values  [l, H, R, D] any float type, keys as `KVP.as_read` gives them; None where the gate has no such branch
     """
 
-    keys: Tensor
-    values: Tensor
     positions: Tensor
     num_seen: Tensor
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
 
 class KVP(Gate):
@@ -136,9 +136,10 @@ class KVP(Gate):
         self.check_geometry(obs)
         B, H, L = obs.positions.shape
         assert obs.rope_offset is not None
-        keys = self.as_read(obs.keys, obs.positions + obs.rope_offset[:, None, None])
-        num_seen = obs.num_seen.repeat_interleave(L)
-        features = Features(rows(keys)[None], rows(obs.values)[None], rows(obs.positions)[None], num_seen)
+        taken = {name: getattr(obs, name) for name in self.config.inputs}  # each is a gather
+        read = self.as_read(taken, obs.positions + obs.rope_offset[:, None, None])
+        of_tokens = {name: rows(x)[None] for name, x in read.items()}
+        features = Features(rows(obs.positions)[None], obs.num_seen.repeat_interleave(L), **of_tokens)
         scores = self(features, slice(obs.layer, obs.layer + 1)).view(H, B, L).transpose(0, 1)
         return self.pooled(scores, obs.positions)
 
@@ -168,17 +169,18 @@ class KVP(Gate):
         """Rows of the traces side by side, each padded to the longest: R = B * n."""
         lengths = torch.tensor([len(t.ids) for t in traces], device=self.device)
         n = int(lengths.max())
-        of_traces = ([recorded(t, name)[layers].to(self.device) for t in traces] for name in INPUTS)
-        keys, values = (padded(x, n).flatten(2, 3) for x in of_traces)
+        of_traces = {name: [recorded(t, name)[layers].to(self.device) for t in traces] for name in self.config.inputs}
         positions = torch.arange(n, device=self.device).repeat(len(traces))
-        return Features(self.as_read(keys, positions), values, positions.expand(keys.shape[:3]), lengths.repeat_interleave(n))
+        read = self.as_read({name: padded(x, n).flatten(2, 3) for name, x in of_traces.items()}, positions)
+        heads = len(range(self.base.num_layers)[layers]), self.base.num_kv_heads
+        return Features(positions.expand(*heads, -1), lengths.repeat_interleave(n), **read)
 
-    def as_read(self, keys: Tensor, rope_positions: Tensor) -> Tensor:
-        """[..., D] the keys as the key branch reads them: in float32 without RoPE, or as they are where the config says so."""
+    def as_read(self, taken: dict[str, Tensor], rope_positions: Tensor) -> dict[str, Tensor]:
+        """Inputs [..., D] by name as the branches read them: keys in float32 without RoPE, or as they are where the config says so."""
         if not self.turns:
-            return keys
+            return taken
         angle = rope_positions[..., None] * self.frequencies
-        return turn_back(keys.float(), angle.cos(), angle.sin())
+        return taken | {"keys": turn_back(taken["keys"].float(), angle.cos(), angle.sin())}
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """See `Gate.loss`.  The loss is summed over heads: an agent's gradient does not depend on how many there are."""

@@ -270,14 +270,14 @@ class EvictionCache(Cache):
         lost = [pin for pin in self.pins if pin[0] >= B]
         if lost:
             raise ValueError("pin(row={}, start={}, stop={}): the forward has {} rows, counted from 0".format(*lost[0], B))
-        columns, announced = self.get_seq_length(), self.prefill_length or 0
+        columns, announced, num_new = self.get_seq_length(), self.prefill_length or 0, real.sum(-1)
         step = Step(
             seats=self.seats,
             num_layers=len(self.states),
             window=max((seat.scorer.observation_window for seat in self.seats), default=0),
             positions=torch.where(real, seen[:, None] + real.cumsum(-1) - 1, -1),
-            num_new=real.sum(-1),
-            num_seen=seen + real.sum(-1),
+            num_new=num_new,
+            num_seen=seen + num_new,
             next_rope=torch.maximum(next_rope, rope.masked_fill(~real, -1).amax(-1) + 1),
             prefill=T > 1 or first or columns < announced,
             complete=columns + T >= announced,
