@@ -11,7 +11,7 @@ import torch
 
 from learnkv import config
 from learnkv.checkpoint import load_gate
-from learnkv.evaluation.reward import rewards, score_trace
+from learnkv.evaluation.reward import last_queries, rewards, score_trace
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.locks import alone
 from learnkv.methods import METHODS
@@ -214,6 +214,14 @@ def test_h2o_scores_a_trace_by_its_mass():
 def test_a_gate_scores_a_trace_through_an_observation_as_by_itself():
     trace, gate = made_trace(40), made_gate()
     assert torch.allclose(score_trace(gate, trace, SCALES), gate.score_trace(trace), atol=1e-6)
+
+
+def test_no_more_of_the_window_is_held_than_a_scorer_asks_for():
+    window = torch.arange(24.0).view(1, 2, 4, 3)
+    assert last_queries(window, 0).shape == (1, 2, 0, 3)
+    assert torch.equal(last_queries(window, 3), window[:, :, 1:]) and last_queries(window, 3).data_ptr() == window[:, :, 1:].data_ptr()
+    padded = last_queries(window, 6)
+    assert torch.equal(padded[:, :, 2:], window) and not padded[:, :, :2].any()
 
 
 def test_the_oracle_has_reward_minus_one_and_nothing_is_better(traces):
