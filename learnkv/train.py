@@ -42,6 +42,7 @@ from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import write_atomically
 from learnkv.traces.measure import softmax_scales
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
+from learnkv.traces.targets import RECONSTRUCTIONS
 from learnkv.training import TrainSettings, fit
 from learnkv.training.fit import EVENTS, LAST
 
@@ -97,7 +98,7 @@ def run(command: TrainCommand) -> None:
     with open_run(command, folder) if place()[0] == 0 else nullcontext():
         if place()[0] == 0:
             announce(command, plan)
-        traces = record_plan(plan, model, progress=True)
+        traces = record_plan(plan, model, progress=True).reading(GATES[command.method].READS)
         gate = train(command, gate_config, traces, model, folder)
         if place()[0] == 0:
             save_gate(gate, folder, settled(command))
@@ -121,7 +122,9 @@ def config_of(command: TrainCommand) -> object:
 def refuse_lacking(command: TrainCommand) -> None:
     """Refuses a recipe whose traces lack what the method reads."""
     lacking = sorted(GATES[command.method].READS - set(command.record.holds))
-    if lacking and command.record.mode != "ids":
+    if command.record.mode == "ids":  # what hangs on how the model is asked to repeat a context can't be recomputed without it
+        lacking = [name for name in lacking if name in RECONSTRUCTIONS]
+    if lacking:
         raise ValueError(
             f"{command.method} trains on {', '.join(lacking)}, which recipe {command.recipe} does not record (record.also="
             f"{command.record.also}); add it there, or take recipe={command.method}"
@@ -199,6 +202,8 @@ def train(command: TrainCommand, gate_config: object, traces: TraceDataset, mode
     gate = new_gate(command, gate_config, describe(model))
     gate.meet(model)
     training, heldout = traces.split("train"), traces.split("heldout")
+    if gate.LEARNS_FROM_IDS and command.train.cut != "recorded":
+        training = training.ids_only()
     if place()[0] == 0:
         size = sum(p.numel() for p in gate.parameters())
         print(f"gate: {command.method}, {size:,} weights, {command.train.steps} steps of {command.train.batch} traces")

@@ -15,6 +15,7 @@ from learnkv.evaluation.reward import last_queries, rewards, score_trace
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.locks import alone
 from learnkv.methods import METHODS
+from learnkv.traces import dataset
 from learnkv.traces.dataset import TraceDataset
 from learnkv.train import TrainCommand, name_of, run
 from tests.observations import Row, observe
@@ -46,6 +47,12 @@ train: {{steps: 6, warmup: 2, ema_start: 2, eval_every: 3, save_every: 2, log_ev
     return tmp_path / "tiny.yaml"
 
 
+def without_gate(recipe) -> str:
+    """The recipe for a method of other knobs."""
+    Path("other.yaml").write_text("\n".join(line for line in recipe.read_text().splitlines() if not line.startswith("gate")))
+    return "other.yaml"
+
+
 def test_one_command_records_trains_and_compares(recipe, capsys):
     assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=1"]) == 0
     out = capsys.readouterr().out
@@ -59,12 +66,26 @@ def test_one_command_records_trains_and_compares(recipe, capsys):
 
 
 def test_a_gate_recorded_with_the_question_inside_is_asked_with_it_inside(recipe, capsys):
-    judge = ["method=judge_q", "gate={num_tokens: 4}", "record.question=inside", "record.also=[attention]", "train.steps=1", "table=1"]
-    Path("judge.yaml").write_text("\n".join(line for line in recipe.read_text().splitlines() if not line.startswith("gate")))
-    assert config.main(run, TrainCommand, ["recipe=judge.yaml", *judge]) == 0
+    judge = ["method=judge_q", "gate.num_tokens=4", "record.question=inside", "record.also=[attention]", "train.steps=1", "table=1"]
+    assert config.main(run, TrainCommand, [f"recipe={without_gate(recipe)}", *judge]) == 0
     out = capsys.readouterr().out
     assert "compressed with the question in the prompt, all but its last token (record.question=inside)" in out
     assert "\njudge_q " in out and "\njudge_q+adaptive_global " in out
+
+
+def test_token_ids_are_recomputed_as_far_as_a_gate_reads(recipe, monkeypatch):
+    seen, measure = set(), dataset.measure
+    monkeypatch.setattr(dataset, "measure", lambda *at, also, **how: seen.add((at[1].split, *also)) or measure(*at, also=also, **how))
+    of_ids = [f"recipe={without_gate(recipe)}", "record.mode=ids", "gate.width=4", "train.steps=1", "table=0"]
+    assert config.main(run, TrainCommand, [*of_ids, "method=trimkv"]) == 0
+    assert seen == {("heldout", "hidden")}
+    assert config.main(run, TrainCommand, [*of_ids, "method=locret", "name=locret"]) == 0
+    assert {name for split, *also in seen if split == "train" for name in also} == {"queries_pre_rope", "peak_logit"}
+
+
+def test_token_ids_without_what_repeats_them_are_refused_where_a_gate_reads_it(recipe, capsys):
+    assert config.main(run, TrainCommand, [f"recipe={without_gate(recipe)}", "record.mode=ids", "method=fast_kvzip"]) == 2
+    assert "fast_kvzip trains on reconstruction, which" in capsys.readouterr().err
 
 
 def test_a_folder_that_another_run_trains_into_is_refused_and_left_alone(recipe, capsys):

@@ -53,11 +53,13 @@ class Gate(Scorer, nn.Module):
     METHOD  its name in GATES, in gate.json and in METHODS
     Config  the dataclass of its knobs
     READS   what its training reads of a trace beside keys, values, window, mass and utility: names in `learnkv.traces.measure.ALSO`
+    LEARNS_FROM_IDS  whether its loss reads nothing of a trace but token ids: to train on, traces of mode=ids are then not recomputed
     """
 
     METHOD: ClassVar[str]
     Config: ClassVar[type]
     READS: ClassVar[frozenset[str]] = frozenset()
+    LEARNS_FROM_IDS: ClassVar[bool] = False
 
     def __init__(self, config: object, base: BaseModel) -> None:
         super().__init__()

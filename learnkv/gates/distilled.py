@@ -63,6 +63,7 @@ def answer_of(asked: Continuation) -> Tensor:
 class DistilledGate(Gate):
     """A gate whose loss runs its base model twice over each trace's sequence: once as it is, once with the gate in its attention."""
 
+    LEARNS_FROM_IDS = True
     held: Held | None = None
 
     def meet(self, model: PreTrainedModel) -> None:
