@@ -18,7 +18,7 @@ from learnkv.train import TrainCommand, run
 from learnkv.training import fit
 from tests.distillation_parts import SMALL, base, live_scores, made_folder, made_gate, made_trace, model
 from tests.recording import byte_tokenizer, tiny_model
-from tests.training_parts import quick
+from tests.training_parts import losses_over, quick
 
 every_gate = pytest.mark.parametrize("name", SMALL)
 
@@ -91,14 +91,7 @@ def test_gradient_reaches_every_weight_of_a_fresh_gate(name):
 @every_gate
 def test_loss_falls_on_one_batch(name):
     gate, batch = made_gate(name), batch_of(made_trace(40))
-    optimizer = torch.optim.Adam(gate.parameters(), {"dms": 1e-3, "trimkv": 3e-2, "duo_attention": 2e-2}[name])
-    losses = []
-    for _ in range(25):
-        optimizer.zero_grad()
-        loss = gate.loss(batch)["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_over(gate, lambda step: batch, lr={"dms": 1e-3, "trimkv": 3e-2, "duo_attention": 2e-2}[name], steps=25)
     assert losses[-1] < 0.9 * losses[0]
 
 

@@ -14,7 +14,7 @@ from learnkv.models import BaseModel
 from learnkv.observation import Observation
 from learnkv.rope import turn_back
 from tests.observations import Row, observe
-from tests.training_parts import BASE, batch_of, made_gate, made_trace
+from tests.training_parts import BASE, batch_of, losses_over, made_gate, made_trace
 
 SMALL = KVPConfig(branch_width=6, width=10, permutations=4, num_sinks=0, num_recent=0)
 
@@ -212,14 +212,7 @@ def test_gradient_reaches_every_weight(config):
 def test_reward_rises_on_one_batch(loss):
     gate, traces = made_gate(replace(SMALL, loss=loss)), [made_trace(24, seed) for seed in range(4)]
     before = torch.stack([reward_of(gate.score_trace(t), t.targets["utility"]) for t in traces]).mean()
-    optimizer = torch.optim.Adam(gate.parameters(), 1e-2)
-    losses = []
-    for step in range(60):
-        optimizer.zero_grad()
-        found = gate.loss(batch_of(*traces, step=step))
-        found["loss"].backward()
-        optimizer.step()
-        losses.append(found["loss"].item())
+    losses = losses_over(gate, lambda step: batch_of(*traces, step=step), lr=1e-2, steps=60)
     after = torch.stack([reward_of(gate.score_trace(t), t.targets["utility"]) for t in traces]).mean()
     assert after > before + (-1 - before) / 3  # at least a third of the way to the oracle
     if not loss.startswith("plackett_luce"):  # a policy gradient's loss is no measure of progress

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+EVERY = slice(None)
+
+
 @dataclass(frozen=True)
 class Batch:
     """The traces of one training step, and what its random draws hang on: never on rank or order of calls."""
@@ -102,6 +105,19 @@ class Gate(Scorer, nn.Module):
         """
         raise NotImplementedError
 
+    def recorded(self, trace: Trace, name: str, layers: slice = EVERY) -> Tensor:
+        """[layers, ...] a field of the trace, or its target of that name, on the gate's device; one that lacks it is refused by its id."""
+        found: Tensor | None = trace.targets[name] if name in trace.targets else getattr(trace, name, None)
+        if found is None:
+            key = f"record.also=[{name}]" if name in self.READS else "record.mode=targets"
+            raise ValueError(f"trace {trace.id} holds no {name}, which {self.METHOD} reads; record with {key}")
+        return found[layers].to(self.device)
+
+    def of_layer(self, layer: int, features: Tensor) -> Tensor:
+        """[B, H, T] `forward` of one layer, where it takes rows of features: [B, T, F] of a step's tokens."""
+        rows = self(features.flatten(0, 1)[None], slice(layer, layer + 1))[0]  # [H, B * T]
+        return rows.unflatten(1, features.shape[:2]).transpose(0, 1)
+
     def meet(self, model: PreTrainedModel) -> None:
         """Told the base model before training; a gate whose loss runs it keeps it in a `Held`, the others do not look."""
 
@@ -124,3 +140,20 @@ class Gate(Scorer, nn.Module):
 
 def describe_geometry(num_layers: int, num_kv_heads: int, head_dim: int) -> str:
     return f"{num_layers} layers x {num_kv_heads} KV heads of {head_dim} dimensions"
+
+
+def refuse_below(least: int, **knobs: int) -> None:
+    """Raises a ValueError for the first knob that is below `least`."""
+    for name, value in knobs.items():
+        if value < least:
+            raise ValueError(f"{name}={value} is below {least}; give {least} or more")
+
+
+def uniform(fan_in: int, *shape: int) -> nn.Parameter:
+    """Weights within 1 / sqrt(fan_in) of 0, as nn.Linear draws them."""
+    return nn.Parameter(torch.empty(shape).uniform_(-(fan_in**-0.5), fan_in**-0.5))
+
+
+def stacked_linear(num_layers: int, size: int, width: int) -> nn.Parameter:
+    """[layers, size, width] weights of one linear map per layer."""
+    return uniform(size, num_layers, size, width)

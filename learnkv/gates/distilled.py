@@ -101,13 +101,6 @@ class DistilledGate(Gate):
         with soft_attention(self.model, attend):
             return plain, run().logits[0]
 
-    def inputs_of(self, trace: Trace, name: str) -> Tensor:
-        """[layers, n, M] a field of the trace on the gate's device; a trace that lacks it is refused by its id."""
-        inputs: Tensor | None = getattr(trace, name)
-        if inputs is None:
-            raise ValueError(f"trace {trace.id} holds no {name}, which {self.METHOD} scores by; record with record.also=[{name}]")
-        return inputs.to(self.device)
-
 
 def divergence(plain: Tensor, gated: Tensor, direction: str) -> Tensor:
     """Mean over rows of logits [R, V] of KL(plain || gated), or with direction "reverse" of KL(gated || plain)."""

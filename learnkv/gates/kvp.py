@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learnkv import ops
-from learnkv.gates.base import Batch, Gate
+from learnkv.gates.base import Batch, Gate, refuse_below
 from learnkv.gates.ranking import LOSSES, OVER_ALL_HEADS, UTILITY_FLOOR, Items, unprotected
 from learnkv.models import BaseModel
 from learnkv.names import unknown
@@ -55,16 +55,13 @@ class KVPConfig:
                 raise unknown("input", name, INPUTS)
         if not self.inputs and self.positions == "none":
             raise ValueError("inputs=[] with positions=none leaves the gate nothing to read; give one of them")
-        for name in ("branch_width", "width", "depth", "max_positions", "reach", "permutations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        refuse_below(1, branch_width=self.branch_width, width=self.width, depth=self.depth)
+        refuse_below(1, max_positions=self.max_positions, reach=self.reach, permutations=self.permutations)
         if not 0 <= self.pooling <= 1:
             raise ValueError(f"pooling={self.pooling} is a share; give 0 to 1")
         if self.reach > MAX_REACH:
             raise ValueError(f"reach={self.reach} is no neighbourhood any more; give 1 to {MAX_REACH} positions")
-        for name, size in {"num_sinks": self.num_sinks, "num_recent": self.num_recent}.items():
-            if size < 0:
-                raise ValueError(f"{name}={size} counts tokens; give 0 or more")
+        refuse_below(0, num_sinks=self.num_sinks, num_recent=self.num_recent)
 
 
 @dataclass(frozen=True)
@@ -169,11 +166,17 @@ class KVP(Gate):
         """Rows of the traces side by side, each padded to the longest: R = B * n."""
         lengths = torch.tensor([len(t.ids) for t in traces], device=self.device)
         n = int(lengths.max())
-        of_traces = {name: [recorded(t, name)[layers].to(self.device) for t in traces] for name in self.config.inputs}
+        of_traces = {name: [self.recorded(t, name, layers) for t in traces] for name in self.config.inputs}
         positions = torch.arange(n, device=self.device).repeat(len(traces))
         read = self.as_read({name: padded(x, n).flatten(2, 3) for name, x in of_traces.items()}, positions)
         heads = len(range(self.base.num_layers)[layers]), self.base.num_kv_heads
         return Features(positions.expand(*heads, -1), lengths.repeat_interleave(n), **read)
+
+    def trace_items(self, batch: Batch, layers: slice) -> Items:
+        """What the loss ranks, padded as `trace_features` pads."""
+        utilities = [self.recorded(t, "utility", layers) for t in batch.traces]
+        lengths = torch.tensor([u.shape[-1] for u in utilities], device=self.device)
+        return Items(padded(utilities, int(lengths.max())), lengths, batch, layers.start)
 
     def as_read(self, taken: dict[str, Tensor], rope_positions: Tensor) -> dict[str, Tensor]:
         """Inputs [..., D] by name as the branches read them: keys in float32 without RoPE, or as they are where the config says so."""
@@ -193,7 +196,7 @@ class KVP(Gate):
     def layers_loss(self, batch: Batch, layers: slice) -> tuple[Tensor, Tensor]:
         """(loss, reward), both [l, H, B], of a run of layers."""
         config = self.config
-        features, items = self.trace_features(batch.traces, layers), trace_items(batch, layers, self.device)
+        features, items = self.trace_features(batch.traces, layers), self.trace_items(batch, layers)
         scores = self(features, layers).view(items.utility.shape)
         return LOSSES[config.loss](*unprotected(scores, items, config.num_sinks, config.num_recent), config.permutations)
 
@@ -228,7 +231,7 @@ class KVP(Gate):
         nn.init.ones_(self.scale)
         nn.init.zeros_(self.shift)
         scores = torch.cat([self.trace_scores(t) for t in traces], -1)
-        target = (torch.cat([utility_of(t) for t in traces], -1).to(scores.device) + UTILITY_FLOOR).log()
+        target = (torch.cat([self.recorded(t, "utility") for t in traces], -1) + UTILITY_FLOOR).log()
         slope, offset = positive_fit(scores, target)
         self.scale.copy_(slope)
         self.shift.copy_(offset)
@@ -278,26 +281,11 @@ def rows(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def recorded(trace: Trace, name: str) -> Tensor:
-    """[layers, H, n, D] the trace's keys or values."""
-    found: Tensor | None = getattr(trace, name)
-    if found is None:
-        raise ValueError(f"trace {trace.id} holds no {name}, which kvp reads; record with mode=targets")
-    return found
-
-
 def refuse_infinite(traces: Sequence[Trace], name: str) -> None:
     """A single value would spoil the statistics."""
     for trace in traces:
-        if not recorded(trace, name).isfinite().all():
+        if not getattr(trace, name).isfinite().all():
             raise ValueError(f"trace {trace.id}: its {name} are not all finite; record it again or leave it out")
-
-
-def trace_items(batch: Batch, layers: slice, device: torch.device) -> Items:
-    """What the loss ranks, padded as `trace_features` pads."""
-    utilities = [utility_of(t)[layers].to(device) for t in batch.traces]
-    lengths = torch.tensor([u.shape[-1] for u in utilities], device=device)
-    return Items(padded(utilities, int(lengths.max())), lengths, batch, layers.start)
 
 
 def padded(tensors: list[Tensor], n: int) -> Tensor:
@@ -309,13 +297,6 @@ def padded(tensors: list[Tensor], n: int) -> Tensor:
     for b, t in enumerate(tensors):
         out[:, :, b, : t.shape[2]] = t
     return out
-
-
-def utility_of(trace: Trace) -> Tensor:
-    """[layers, H, n] the trace's target."""
-    if "utility" not in trace.targets:
-        raise ValueError(f"trace {trace.id} has targets {sorted(trace.targets)}, kvp trains on 'utility'; record with mode=targets")
-    return trace.targets["utility"]
 
 
 # ---- the network, every weight stacked [layers, H, ...]

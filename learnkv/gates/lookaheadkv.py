@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from learnkv.capture import decoder_of
 from learnkv.gates.adapter import Adapter, Twin
+from learnkv.gates.base import refuse_below
 from learnkv.gates.probe_tokens import ProbeTokens, ProbeTokensConfig, Rows
 from learnkv.models import BaseModel, PreTrainedModel
 from learnkv.observation import Probe
@@ -32,8 +33,7 @@ class LookaheadKVConfig(ProbeTokensConfig):
             raise ValueError(
                 f"num_tokens={self.num_tokens}: a single row's attention to itself leaves no trace in the loss; give 2 or more"
             )
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank} counts dimensions; give 1 or more")
+        refuse_below(1, rank=self.rank)
         if not self.alpha > 0:
             raise ValueError(f"alpha={self.alpha} must be above 0")
 
