@@ -20,7 +20,7 @@ from learnkv.train import TrainCommand, run
 from tests.probe_parts import SMALL, folder_of_traces, gate_of, ids, model, moved_gate, served, trace, train
 from tests.recording import byte_tokenizer, tiny_model
 from tests.tiny_models import left_padded, tiny
-from tests.training_parts import Noting, batch_of, losses_over
+from tests.training_parts import Noting, batch_of, losses_over, power_fails, same
 
 methods = pytest.mark.parametrize("method", SMALL)
 
@@ -54,20 +54,12 @@ def test_a_batch_is_the_mean_of_its_traces(method):
 
 
 @methods
-def test_interrupted_and_resumed_equals_uninterrupted(method, tmp_path, monkeypatch):
+def test_interrupted_and_resumed_equals_uninterrupted(method, tmp_path):
     traces = folder_of_traces(tmp_path / "traces")
-    whole, loss = train(method, traces, tmp_path / "whole"), ProbeTokens.loss
-
-    def failing(self, batch):
-        if batch.step == 6:
-            raise ConnectionError("power")
-        return loss(self, batch)
-
-    with monkeypatch.context() as patch, pytest.raises(ConnectionError):
-        patch.setattr(ProbeTokens, "loss", failing)
+    whole = train(method, traces, tmp_path / "whole")
+    with power_fails(ProbeTokens, 6):
         train(method, traces, tmp_path / "stopped")
-    again = train(method, traces, tmp_path / "stopped")
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values(), strict=True))
+    assert same(train(method, traces, tmp_path / "stopped"), whole)
 
 
 @methods

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -75,6 +77,26 @@ def written(
 def made_folder(folder: Path, *, train: int = 6, heldout: int = 2) -> TraceDataset:
     """Traces of 40 and more tokens."""
     return written(folder, lambda i, split: made_trace(40 + 3 * i, i, split=split), BASE, RecordSettings(), train=train, heldout=heldout)
+
+
+@contextmanager
+def power_fails(kind: type[Gate], step: int) -> Iterator[None]:
+    """A training of such gates, inside the block, that stops in this step."""
+    loss = kind.loss
+
+    def failing(self: Gate, batch: Batch) -> dict[str, Tensor]:
+        if batch.step == step:
+            raise ConnectionError("power")
+        return loss(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConnectionError):
+        patch.setattr(kind, "loss", failing)
+        yield
+
+
+def same(one: Gate, two: Gate) -> bool:
+    """Whether all weights are equal to the bit."""
+    return all(torch.equal(x, y) for x, y in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
 @dataclass(frozen=True)
