@@ -108,7 +108,7 @@ def plan_of(model: PreTrainedModel, tokenizer: Tokenizer, settings: PipelineSett
     dtype = str(model.dtype).removeprefix("torch.")
     size = {"train": settings.traces, "heldout": 0, "num_tokens": [settings.num_tokens]}
     record = RecordSettings(**size, dtype=dtype, also=list(also))  # type: ignore[arg-type]
-    return plan_recording(model, tokenizer, make_prompts(record, tokenizer), Path(folder), record)
+    return plan_recording(model, tokenizer, make_prompts(record, tokenizer), Path(folder) / "traces", record)
 
 
 def step(gate: Gate, batch: Batch) -> None:
