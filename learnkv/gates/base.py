@@ -102,7 +102,14 @@ class Gate(Scorer, nn.Module):
         loss    [] differentiable
         losses  [B] one per trace, detached
         reward  [layers] mean normalised reward, detached; only where the gate ranks
+
+        By default the traces run one after the other, so that none is padded, and their mean is minimised.
         """
+        losses = torch.stack([self.trace_loss(batch, trace) for trace in batch.traces])
+        return {"loss": losses.mean(), "losses": losses.detach()}
+
+    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
+        """[] loss of one trace."""
         raise NotImplementedError
 
     def recorded(self, trace: Trace, name: str, layers: slice = EVERY) -> Tensor:

@@ -27,10 +27,6 @@ class BornGate(Gate):
         """[layers, n, F] the same of a recorded context."""
         raise NotImplementedError
 
-    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
-        """[] what to minimise on one trace."""
-        raise NotImplementedError
-
     @torch.no_grad()
     def remember(self, obs: Observation) -> Tensor:
         self.check_geometry(obs)
@@ -43,10 +39,6 @@ class BornGate(Gate):
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
         return self(self.trace_features(trace), slice(None))
-
-    def loss(self, batch: Batch) -> dict[str, Tensor]:
-        losses = torch.stack([self.trace_loss(batch, trace) for trace in batch.traces])
-        return {"loss": losses.mean(), "losses": losses.detach()}
 
     def check_width(self, name: str, features: Tensor, want: int) -> None:
         """Raises a ValueError with both sides where the model shows a token otherwise than the one that this gate was trained for."""

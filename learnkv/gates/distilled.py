@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learnkv.gates.base import Batch, Gate, Held
+from learnkv.gates.base import Gate, Held
 from learnkv.gates.soft import Attend, recomputed, soft_attention
 from learnkv.geometry import max_positions
 from learnkv.names import unknown
@@ -75,15 +75,6 @@ class DistilledGate(Gate):
         if self.held is None:
             raise ValueError(f"the {self.METHOD} gate trains by running its base model; call gate.meet(model) before")
         return self.held.model.to(self.device)  # type: ignore[arg-type]
-
-    def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """See `Gate.loss`; one trace after the other, so that none is padded."""
-        per_trace = torch.stack([self.trace_loss(batch, trace) for trace in batch.traces])
-        return {"loss": per_trace.mean(), "losses": per_trace.detach()}
-
-    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
-        """[] loss of one trace."""
-        raise NotImplementedError
 
     def sequence_of(self, trace: Trace, learn_from: str) -> tuple[Sequence, Tensor]:
         """The trace's sequence and the rows to learn from; a trace without any is refused by its id."""

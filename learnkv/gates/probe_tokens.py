@@ -148,10 +148,8 @@ class ProbeTokens(ProbeScorer, Gate):
         filled = torch.ones(keys.shape[:4], dtype=torch.bool, device=keys.device)
         return self(Rows(queries, own_keys, keys, filled, torch.tensor(softmax_scales(decoder, layers), device=keys.device)))
 
-    def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """See `Gate.loss`; the traces of a batch run one after the other."""
-        losses = torch.stack([self.distance(self.target_of(trace), self.shares_of(trace)[:, 0]) for trace in batch.traces])
-        return {"loss": losses.mean(), "losses": losses.detach()}
+    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
+        return self.distance(self.target_of(trace), self.shares_of(trace)[:, 0])
 
     def target_of(self, trace: Trace) -> Tensor:
         """[layers, Q, n] attention of the response, mean over its rows; of several responses the mean."""
