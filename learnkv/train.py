@@ -242,8 +242,15 @@ def conclude(
         print(f"answers to {len(prompts)} held-out prompts ({', '.join(kinds)}), {COMPRESSED[command.record.question]}", flush=True)
         print(quick_table(model, tokenizer, prompts, gate, BUDGETS, command.record.question) + "\n")
     print(f"gate: {folder}\ntraces: {traces.folder}\nTensorBoard: tensorboard --logdir {folder}")
+    print(f"next: python -m {next_command(command, gate, folder)}")
+
+
+def next_command(command: TrainCommand, gate: Gate, folder: Path) -> str:
+    """What shows the gate at work: asked as it was recorded, with the budget split as its method is served."""
+    if command.record.question == "inside":
+        return f"learnkv.evaluate model={command.model} gate={folder} evaluate.question=inside evaluate.count=20"
     rule = "+adaptive" if served(gate)[0].allocator == "uniform" else ""
-    print(f"next: python -m learnkv.generate model={command.model} method={gate.METHOD}{rule}:{folder} compare=true")
+    return f"learnkv.generate model={command.model} method={gate.METHOD}{rule}:{folder} compare=true"
 
 
 def reward_table(gate: Gate, heldout: TraceDataset, model: PreTrainedModel) -> str:

@@ -71,6 +71,7 @@ def test_a_gate_recorded_with_the_question_inside_is_asked_with_it_inside(recipe
     out = capsys.readouterr().out
     assert "compressed with the question in the prompt, all but its last token (record.question=inside)" in out
     assert "\njudge_q " in out and "\njudge_q+adaptive_global " in out
+    assert out.splitlines()[-1].endswith(f"gate={Path('checkpoints/runs/other')} evaluate.question=inside evaluate.count=20")
 
 
 def test_token_ids_are_recomputed_as_far_as_a_gate_reads(recipe, monkeypatch):
