@@ -303,8 +303,8 @@ def test_quick_table_asks_inside_the_prefix_where_it_is_told_to(tokenizer, gate,
         ("kvp", "uniform", "adaptive_global"),
         ("fast_kvzip", "adaptive_global", "uniform"),
         ("kvzap", "Threshold(least=-4.0)", "adaptive_global"),
-        ("dms", "Threshold(least=0.0)", "uniform"),
-        ("duo_attention", "PerHead(", "uniform"),
+        ("dms", "Threshold(least=0.0)", "adaptive_global"),
+        ("duo_attention", "PerHead(", "adaptive_global"),
     ],
 )
 def test_quick_table_takes_a_methods_own_rule_and_another(model, name, own, other):

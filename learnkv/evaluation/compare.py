@@ -22,7 +22,6 @@ from learnkv.evaluation.rows import Cell, Row, RowFile, budget_of
 from learnkv.gates.base import Gate
 from learnkv.geometry import max_positions
 from learnkv.heuristics.streaming_llm import StreamingLLM
-from learnkv.methods import METHODS
 from learnkv.models import BaseModel, PreTrainedModel, describe
 from learnkv.policy import Policy
 from learnkv.prompts import Encoded, Prompt, encode
@@ -153,9 +152,9 @@ def quick_table(
 
 
 def served(gate: Gate) -> list[Contender]:
-    """The gate by its method's own rule, and by a rule of ALLOCATORS that is another."""
+    """The gate by its method's own rule, and by one budget over all heads, or by uniform where that is its own."""
     own = gate_contender(gate, run="", line=gate.METHOD)
-    other = next(rule for rule in (METHODS[gate.METHOD].allocate, "adaptive_global", "uniform") if rule != own.allocator)
+    other = "uniform" if own.allocator == "adaptive_global" else "adaptive_global"
     return [own, gate_contender(gate, run="", line=f"{gate.METHOD}+{other}", allocator=other)]
 
 
