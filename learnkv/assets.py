@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
 from platformdirs import user_cache_path
 
+from learnkv.locks import lock_of
 from learnkv.names import unknown
 
 
@@ -71,7 +71,7 @@ def once(folder: Path, fill: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
+    with lock_of(folder):
         part = folder.with_name(f"{folder.name}.part")
         if not folder.is_dir():
             shutil.rmtree(part, ignore_errors=True)

@@ -3,7 +3,7 @@
 python -m learnkv.bench runtime        decoding, bytes held, selection, chunked prefill, batches
 python -m learnkv.bench kernels        every op beside its floor and what else computes it; dry=true foretells it without a GPU
 python -m learnkv.bench record         recording traces beside a plain forward
-python -m learnkv.bench train          training all heads at once beside one agent after another
+python -m learnkv.bench train          training all heads at once beside one agent after another, or beside a plain forward
 python -m learnkv.bench stream         perplexity of 32,768 tokens in a cache of 1,024, on a model of 8,192 positions
 """
 

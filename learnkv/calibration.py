@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from learnkv.capture import capture, decoder_of, evictable_layers
-from learnkv.geometry import kv_shape
+from learnkv.geometry import kv_shape, max_positions
 from learnkv.models import PreTrainedModel
 from learnkv.prompts.haystack import Style, passage
 from learnkv.prompts.prompt import Tokenizer
@@ -56,7 +56,7 @@ def query_sums(model: PreTrainedModel, ids: Tensor, queries: dict[int, Tensor]) 
 
 def calibration_texts(model: PreTrainedModel, tokenizer: Tokenizer) -> list[Tensor]:
     """Token ids of a passage of each style of our training split, NUM_TOKENS each or as many as the model has positions."""
-    most = min(NUM_TOKENS, model.config.get_text_config().max_position_embeddings)
+    most = int(min(NUM_TOKENS, max_positions(model)))
     texts = ["\n".join(passage(Random(f"calibration {style}"), style, "train", 8 * most)) for style in STYLES]
     return [torch.tensor(tokenizer(text, add_special_tokens=False, truncation=True, max_length=most)["input_ids"]) for text in texts]
 

@@ -276,8 +276,16 @@ def usage(argv: Sequence[str], schema: type, module: str) -> str:
     width = min(max(len(left) for left, _ in rows), 48)
     lines = [f"  {left:<{width}}  {comment}".rstrip() for left, comment in rows]
     about = inspect.cleandoc(sys.modules[module].__doc__ or "")
-    recipes = f"recipes: {', '.join(recipe_names())}, or a .yaml file"
-    return "\n".join([f"usage: python -m {name_of(module)} recipe=NAME key=value ...", "", about, "", recipes, "", *lines])
+    return "\n".join([f"usage: python -m {name_of(module)} recipe=NAME key=value ...", "", about, "", *recipe_lines(), "", *lines])
+
+
+def recipe_lines() -> list[str]:
+    """The shipped recipes by name, those with a paper's own settings apart."""
+    names = recipe_names()
+    own = [name for name in names if "/" not in name]
+    papers = [name.removeprefix("paper/") for name in names if name.startswith("paper/")]
+    lines = [f"recipes: {', '.join(own)}, or a .yaml file", f"paper/NAME, as published: {', '.join(papers)}"]
+    return [textwrap.fill(line, 110, subsequent_indent="  ") for line in lines]
 
 
 def name_of(module: str) -> str:

@@ -21,7 +21,7 @@ from learnkv.evaluation import report
 from learnkv.evaluation.compare import EvaluateSettings, Plan, compare, plan, plan_chosen
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import Row, budget_of, read_rows
-from learnkv.models import DTYPES, PreTrainedModel, load_model, refuse_beyond_positions
+from learnkv.models import DTYPES, PreTrainedModel, load_model, refuse_long_contexts
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.format import write_atomically
@@ -47,7 +47,7 @@ def run(command: EvaluateCommand) -> None:
     chosen = read_rows(Path(settings.choose)) if settings.choose else []
     model, tokenizer = load_model(command.model, DTYPES[settings.dtype])
     if not command.prompts:
-        refuse_beyond_positions(model, "evaluate.num_tokens", settings.num_tokens)
+        refuse_long_contexts(model, "evaluate.num_tokens", settings.num_tokens)
     asked = prompts_of(command, settings, tokenizer)
     plans = plans_of(settings, chosen, model, tokenizer)
     rows_file = Path(settings.out) / "rows.jsonl"

@@ -23,10 +23,11 @@ from learnkv.budgets import resolve
 from learnkv.checkpoint import load_gate
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import budget_of
+from learnkv.geometry import max_positions
 from learnkv.models import DTYPES, PreTrainedModel, PreTrainedTokenizerBase, load_model
 from learnkv.policy import Policy
 from learnkv.prompts import Prompt, Question, encode, make
-from learnkv.prompts.make import read_text, refuse_half_characters
+from learnkv.prompts.make import read_pipe, read_text, refuse_half_characters
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many
@@ -79,10 +80,18 @@ def run(command: GenerateCommand) -> None:
             if command.compare or held is cache:
                 start = time.perf_counter()
                 new = answer(model, held, context, question, command.max_new_tokens)
-                milliseconds = 1000 * (time.perf_counter() - start) / len(new)
-                print(f"\n{name}: {len(new)} tokens, {milliseconds:.0f} ms per token\n{text_of(tokenizer, new)}", flush=True)
+                pace = pace_of(time.perf_counter() - start, len(new))
+                print(f"\n{name}: {len(new)} tokens{pace}\n{text_of(tokenizer, new)}", flush=True)
     named = f"gate={command.gate}" if command.gate else f"method={shlex.quote(command.method)}"
     print(f"\nnext: python -m learnkv.evaluate {named} evaluate.count=20")
+
+
+def pace_of(seconds: float, num_tokens: int) -> str:
+    """The time of a token, where there are enough: of few, most of it is the question's."""
+    return f", {1000 * seconds / num_tokens:.0f} ms per token" if num_tokens >= FEWEST_TIMED else ""
+
+
+FEWEST_TIMED = 5  # tokens
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> str:
@@ -105,7 +114,7 @@ def own_prompt(command: GenerateCommand) -> Prompt:
     """The user's context and question; an empty context is refused."""
     text = command.prompt or ""
     if command.file is not None:
-        text = sys.stdin.read() if command.file == "-" else read_text(Path(command.file))
+        text = read_pipe(sys.stdin, "standard input") if command.file == "-" else read_text(Path(command.file))
     refuse_half_characters(text, f"the context from {command.file or 'prompt'}")
     refuse_half_characters(command.question, "question")
     if not text.strip():
@@ -129,7 +138,7 @@ def tokens_of(prompt: Prompt, command: GenerateCommand, model: PreTrainedModel, 
     """
     encoded = encode(tokenizer, prompt, prompt.questions[0])
     total = len(encoded.context) + len(encoded.question) + command.max_new_tokens
-    most = model.config.get_text_config().max_position_embeddings
+    most = max_positions(model)
     if total > most:
         size = f"{total} tokens with the question and max_new_tokens={command.max_new_tokens}"
         raise ValueError(f"{size}, but {command.model} has {most} positions; shorten the context")

@@ -1,7 +1,8 @@
-"""Geometry: the KV heads that can be evicted from, and the RoPE on their keys."""
+"""Geometry: the KV heads that can be evicted from, the RoPE on their keys, and how far positions go."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,12 @@ def kv_shape(model: nn.Module) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return len(evictable_layers(lm)), getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def max_positions(model: PreTrainedModel) -> float:
+    """How many positions the model was made for; infinity where its configuration does not say."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return math.inf if limit is None else limit
 
 
 def removable_frequencies(model: PreTrainedModel) -> tuple[float, ...]:

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from learnkv import assets
 from learnkv.capture import evictable_layers
-from learnkv.geometry import kv_shape, removable_frequencies
+from learnkv.geometry import kv_shape, max_positions, removable_frequencies
 from learnkv.names import nearest, unknown
 
 
@@ -111,10 +111,10 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTraine
 HASHES: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # of models whose weights were converted since
 
 
-def refuse_beyond_positions(model: PreTrainedModel, key: str, sizes: Sequence[int]) -> None:
+def refuse_long_contexts(model: PreTrainedModel, key: str, sizes: Sequence[int]) -> None:
     """Raises a ValueError where contexts of `sizes` tokens, asked for by `key`, do not fit the model."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and max(sizes) >= limit:
+    limit = max_positions(model)
+    if max(sizes) >= limit:
         raise ValueError(
             f"{key}={max(sizes)}, and {model.config.name_or_path} has {limit} positions, question and answer included; give less"
         )

@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch import distributed
 
 from learnkv import config
-from learnkv.models import DTYPES, load_model, refuse_beyond_positions
+from learnkv.models import DTYPES, load_model, refuse_long_contexts
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 
@@ -39,7 +39,7 @@ def run(command: RecordCommand) -> None:
     settings = command.record
     model, tokenizer = load_model(command.model, DTYPES[settings.dtype])
     if not command.prompts:
-        refuse_beyond_positions(model, "record.num_tokens", settings.num_tokens)
+        refuse_long_contexts(model, "record.num_tokens", settings.num_tokens)
     asked = make_prompts(settings, tokenizer, command.prompts)
     plan = plan_recording(model, tokenizer, asked, trace_folder(model, settings), settings)
     if place()[0] == 0:

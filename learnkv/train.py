@@ -27,25 +27,31 @@ from torch import distributed
 from learnkv import config
 from learnkv.capture import evictable_layers
 from learnkv.checkpoint import save_gate
-from learnkv.evaluation.compare import QUICK, quick_table
+from learnkv.evaluation.compare import QUICK, quick_table, served
 from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
+from learnkv.locks import alone
 from learnkv.methods import METHODS
-from learnkv.models import DTYPES, BaseModel, PreTrainedModel, describe, load_model, refuse_beyond_positions
+from learnkv.models import DTYPES, BaseModel, PreTrainedModel, describe, load_model, refuse_long_contexts
 from learnkv.names import unknown
 from learnkv.observation import Scorer
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.format import alone, write_atomically
+from learnkv.traces.format import write_atomically
 from learnkv.traces.measure import softmax_scales
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
+from learnkv.traces.targets import RECONSTRUCTIONS
 from learnkv.training import TrainSettings, fit
 from learnkv.training.fit import EVENTS, LAST
 
 RECIPE = "recipe.yaml"
 BUDGETS = (0.5, 0.2, 0.1)  # of the last table
+COMPRESSED = {  # what it is of: prompts are asked as they were recorded
+    "outside": "compressed before the question is known",
+    "inside": "compressed with the question in the prompt, all but its last token (record.question=inside)",
+}
 
 
 @dataclass
@@ -83,7 +89,7 @@ def run(command: TrainCommand) -> None:
         refuse_other_recipe(folder, settled(command))
     model, tokenizer = load_model(command.model, DTYPES[command.record.dtype])
     if not command.prompts:
-        refuse_beyond_positions(model, "record.num_tokens", command.record.num_tokens)
+        refuse_long_contexts(model, "record.num_tokens", command.record.num_tokens)
     asked = make_prompts(command.record, tokenizer, command.prompts)
     refuse_one_sided(asked)
     plan = plan_recording(model, tokenizer, asked, trace_folder(model, command.record), command.record)
@@ -92,7 +98,7 @@ def run(command: TrainCommand) -> None:
     with open_run(command, folder) if place()[0] == 0 else nullcontext():
         if place()[0] == 0:
             announce(command, plan)
-        traces = record_plan(plan, model, progress=True)
+        traces = record_plan(plan, model, progress=True).reading(GATES[command.method].READS)
         gate = train(command, gate_config, traces, model, folder)
         if place()[0] == 0:
             save_gate(gate, folder, settled(command))
@@ -116,7 +122,9 @@ def config_of(command: TrainCommand) -> object:
 def refuse_lacking(command: TrainCommand) -> None:
     """Refuses a recipe whose traces lack what the method reads."""
     lacking = sorted(GATES[command.method].READS - set(command.record.holds))
-    if lacking and command.record.mode != "ids":
+    if command.record.mode == "ids":  # what hangs on how the model is asked to repeat a context can't be recomputed without it
+        lacking = [name for name in lacking if name in RECONSTRUCTIONS]
+    if lacking:
         raise ValueError(
             f"{command.method} trains on {', '.join(lacking)}, which recipe {command.recipe} does not record (record.also="
             f"{command.record.also}); add it there, or take recipe={command.method}"
@@ -194,6 +202,8 @@ def train(command: TrainCommand, gate_config: object, traces: TraceDataset, mode
     gate = new_gate(command, gate_config, describe(model))
     gate.meet(model)
     training, heldout = traces.split("train"), traces.split("heldout")
+    if gate.LEARNS_FROM_IDS and command.train.cut != "recorded":
+        training = training.ids_only()
     if place()[0] == 0:
         size = sum(p.numel() for p in gate.parameters())
         print(f"gate: {command.method}, {size:,} weights, {command.train.steps} steps of {command.train.batch} traces")
@@ -229,10 +239,18 @@ def conclude(
     prompts = [replace(prompt, questions=prompt.questions[:2]) for prompt in heldout]
     if prompts:
         kinds = Counter(prompt.kind for prompt in prompts)
-        print(f"answers to {len(prompts)} held-out prompts ({', '.join(kinds)}), compressed before the question is known", flush=True)
-        print(quick_table(model, tokenizer, prompts, gate, BUDGETS) + "\n")
+        print(f"answers to {len(prompts)} held-out prompts ({', '.join(kinds)}), {COMPRESSED[command.record.question]}", flush=True)
+        print(quick_table(model, tokenizer, prompts, gate, BUDGETS, command.record.question) + "\n")
     print(f"gate: {folder}\ntraces: {traces.folder}\nTensorBoard: tensorboard --logdir {folder}")
-    print(f"next: python -m learnkv.generate model={command.model} method={gate.METHOD}+adaptive:{folder} compare=true")
+    print(f"next: python -m {next_command(command, gate, folder)}")
+
+
+def next_command(command: TrainCommand, gate: Gate, folder: Path) -> str:
+    """What shows the gate at work: asked as it was recorded, with the budget split as its method is served."""
+    if command.record.question == "inside":
+        return f"learnkv.evaluate model={command.model} gate={folder} evaluate.question=inside evaluate.count=20"
+    rule = "+adaptive" if served(gate)[0].allocator == "uniform" else ""
+    return f"learnkv.generate model={command.model} method={gate.METHOD}{rule}:{folder} compare=true"
 
 
 def reward_table(gate: Gate, heldout: TraceDataset, model: PreTrainedModel) -> str:

@@ -11,21 +11,19 @@ from transformers import PreTrainedModel
 
 from learnkv import config
 from learnkv.gates import GATES
-from learnkv.gates.base import Batch
 from learnkv.gates.born import BornGate
 from learnkv.models import BaseModel, describe
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
-from learnkv.traces import format
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.format import Continuation, Trace, TraceConfig
+from learnkv.traces.format import Continuation, Trace
 from learnkv.traces.measure import ALSO, measure
 from learnkv.traces.record import RecordSettings
 from learnkv.train import TrainCommand, config_of
 from learnkv.training import fit
 from tests.tiny_models import prompt, tiny
-from tests.training_parts import quick
+from tests.training_parts import quick, written
 
 BORN = sorted(name for name, gate in GATES.items() if issubclass(gate, BornGate))
 KNOBS: dict[str, dict[str, object]] = {"fast_kvzip": dict(width=4, num_sinks=3), "kvzap": dict(width=6), "locret": dict(width=6)}
@@ -74,10 +72,6 @@ def published(recipe: str, base: BaseModel, **knobs: object) -> BornGate:
     return gate
 
 
-def batch_of(*traces: Trace, seed: int = 0, step: int = 0) -> Batch:
-    return Batch(traces, seed, step)
-
-
 def remembered(cache: EvictionCache) -> Tensor:
     """[layers, B, H, L] what the scorer wrote beside the tokens, of a cache whose heads are equally long; ascending in position."""
     slots = [pages.slots() for pages in cache.held_pages()]
@@ -95,14 +89,9 @@ def live_scores(gate: BornGate, model: PreTrainedModel, ids: Tensor, sizes: list
 
 
 def made_folder(folder: Path, *, train: int = 6, heldout: int = 2) -> TraceDataset:
-    """Traces of the tiny Llama, as record writes them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, count in (("train", train), ("heldout", heldout)):
-        for i in range(count):
-            format.write_trace(folder / f"traces-00-{split}{i:03d}.safetensors", recorded(30 + 3 * i, i, split=split))
-    format.write_config(folder, TraceConfig(describe(model_of()), {}, RecordSettings(also=list(ALSO)).content()))
-    format.write_manifest(folder)
-    return TraceDataset(folder)
+    """Traces of the tiny Llama."""
+    settings = RecordSettings(also=list(ALSO))
+    return written(folder, lambda i, s: recorded(30 + 3 * i, i, split=s), describe(model_of()), settings, train=train, heldout=heldout)
 
 
 def train(name: str, folder: Path, run: Path, **changes: object) -> BornGate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -17,17 +16,16 @@ from learnkv.gates.dms import DMSConfig
 from learnkv.gates.duo_attention import DuoAttentionConfig
 from learnkv.gates.trimkv import TrimKVConfig
 from learnkv.models import BaseModel, describe
-from learnkv.observation import Observation, Scorer
-from learnkv.policy import Policy
+from learnkv.observation import Scorer
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
-from learnkv.traces import format
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.format import Continuation, Trace, TraceConfig
+from learnkv.traces.format import Continuation, Trace
 from learnkv.traces.measure import measure
 from learnkv.traces.record import RecordSettings
 from tests.recording import tiny_model
 from tests.tiny_models import left_padded
+from tests.training_parts import Noting, written
 
 SMALL = {
     "trimkv": TrimKVConfig(width=6, bias=3.0, budget=8),
@@ -78,26 +76,8 @@ def made_gate(name: str, config: object = None, *, seed: int = 0) -> DistilledGa
 
 
 def made_folder(folder: Path, *, train: int = 4, heldout: int = 2) -> TraceDataset:
-    """Traces as record writes them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, count in (("train", train), ("heldout", heldout)):
-        for i in range(count):
-            format.write_trace(folder / f"traces-00-{split}{i:03d}.safetensors", made_trace(30 + 3 * i, i, split=split))
     settings = RecordSettings(also=["hidden", "block_input"])
-    format.write_config(folder, TraceConfig(base(), {}, settings.content()))
-    format.write_manifest(folder)
-    return TraceDataset(folder)
-
-
-@dataclass(frozen=True)
-class Noting(Policy):
-    """Keeps everything and notes the scores that it is given, with what they are of."""
-
-    given: list[tuple[Tensor, Observation]] = field(default_factory=list)
-
-    def mask(self, scores: Tensor, obs: Observation, pinned: Tensor) -> Tensor:
-        self.given.append((scores, obs))
-        return super().mask(scores, obs, pinned)
+    return written(folder, lambda i, split: made_trace(30 + 3 * i, i, split=split), base(), settings, train=train, heldout=heldout)
 
 
 @torch.no_grad()

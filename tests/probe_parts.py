@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -14,18 +13,16 @@ from learnkv.capture import capture
 from learnkv.gates import GATES
 from learnkv.gates.probe_tokens import ProbeTokens
 from learnkv.models import describe
-from learnkv.observation import Observation, Scorer
-from learnkv.policy import Policy
+from learnkv.observation import Scorer
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
-from learnkv.traces import format
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.format import Continuation, Trace, TraceConfig
+from learnkv.traces.format import Continuation, Trace
 from learnkv.traces.measure import measure
 from learnkv.traces.record import RecordSettings
 from learnkv.training import fit
 from tests.recording import tiny_model
-from tests.training_parts import quick
+from tests.training_parts import Noting, quick, written
 
 SMALL: dict[str, dict[str, int]] = {"lookaheadkv": dict(num_tokens=5, rank=2, kernel_size=3), "judge_q": dict(num_tokens=5, kernel_size=3)}
 
@@ -65,17 +62,6 @@ def moved_gate(method: str, **knobs: object) -> ProbeTokens:
     return gate.eval().requires_grad_(False)
 
 
-@dataclass(frozen=True)
-class Noting(Policy):
-    """A policy that notes the scores it is given, layer by layer."""
-
-    given: list[Tensor] = field(default_factory=list)
-
-    def mask(self, scores: Tensor, obs: Observation, pinned: Tensor) -> Tensor:
-        self.given.append(scores.clone())
-        return super().mask(scores, obs, pinned)
-
-
 def served(
     scorer: Scorer, tokens: Tensor, lm: PreTrainedModel | None = None, chunks: tuple[int, ...] = (), budget: int = 8
 ) -> list[Tensor]:
@@ -85,7 +71,7 @@ def served(
         held = EvictionCache(policy, lm)
         for chunk in tokens[None].split(list(chunks or (len(tokens),)), 1):
             lm(chunk, cache=held)
-    return policy.given
+    return policy.scores
 
 
 def rows_by_hand(lm: PreTrainedModel, behind: PreTrainedModel, tokens: Tensor, rows: Tensor) -> Tensor:
@@ -104,14 +90,8 @@ def rows_by_hand(lm: PreTrainedModel, behind: PreTrainedModel, tokens: Tensor, r
 
 
 def folder_of_traces(folder: Path) -> TraceDataset:
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, count in (("train", 4), ("heldout", 2)):
-        for i in range(count):
-            format.write_trace(folder / f"traces-00-{split}{i:03d}.safetensors", trace(20 + 3 * i, i, split))
     settings = RecordSettings(future="response", also=["attention"])
-    format.write_config(folder, TraceConfig(describe(model()), {}, settings.content()))
-    format.write_manifest(folder)
-    return TraceDataset(folder)
+    return written(folder, lambda i, split: trace(20 + 3 * i, i, split), describe(model()), settings, train=4, heldout=2)
 
 
 def train(method: str, traces: TraceDataset, run: Path, **changes: object) -> ProbeTokens:

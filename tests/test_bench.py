@@ -15,7 +15,7 @@ from learnkv.evaluation.roofline import Case, Ceilings, Prepared, Work
 from learnkv.evaluation.speed import BenchSettings
 from learnkv.evaluation.stream import CONTENDERS, StreamSettings, listed, losses, perplexities, text_of
 from learnkv.evaluation.whole_model import Whole
-from learnkv.gates.kvp import KVPConfig
+from learnkv.gates import GATES
 from learnkv.training import TrainSettings
 from tests.recording import byte_tokenizer, tiny_model
 
@@ -169,9 +169,17 @@ def test_a_dry_run_compiles_every_kernel_and_foretells_every_case(monkeypatch, c
     assert "device=cuda dtype=bfloat16 budget_s=400" in said
 
 
-def test_recording_stands_beside_a_forward_and_training_beside_one_agent_at_a_time():
-    model, settings = tiny_model(), PipelineSettings(traces=2, num_tokens=300, turns=1)
-    recording = list(pipeline_speed.recording(model, byte_tokenizer(), settings))
+def test_recording_stands_beside_a_forward():
+    recording = list(pipeline_speed.recording(tiny_model(), byte_tokenizer(), PipelineSettings(traces=2, num_tokens=300, turns=1)))
     assert [f.what.split(",")[0] for f in recording] == ["plain forward", "recording", "stored"]
-    training = list(pipeline_speed.training(model, byte_tokenizer(), "kvp", KVPConfig(), TrainSettings(), settings))
-    assert "all 4 heads" in training[0].what and "one agent 4 times" in training[1].what and "x all at once" in training[1].value
+
+
+@pytest.mark.parametrize("method", GATES)
+def test_training_stands_beside_one_agent_at_a_time_or_where_it_runs_the_model_beside_a_forward(method):
+    model, settings = tiny_model(positions=1024), PipelineSettings(traces=2, num_tokens=300, turns=1)
+    all_heads, beside = pipeline_speed.training(model, byte_tokenizer(), method, GATES[method].Config(), TrainSettings(), settings)
+    assert f"training step of {method}, " in all_heads.what and "all 4 heads" in all_heads.what
+    if method in ("lookaheadkv", "judge_q", "trimkv", "dms", "duo_attention"):
+        assert "a plain forward of them" in beside.what and "the step takes" in beside.value
+    else:
+        assert "one agent 4 times" in beside.what and "x all at once" in beside.value

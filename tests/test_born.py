@@ -13,8 +13,9 @@ from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
 from learnkv.train import TrainCommand, config_of, refuse_lacking
-from tests.born_parts import BORN, batch_of, gate_for, live_scores, made, made_folder, model_of, recorded, remembered, train
+from tests.born_parts import BORN, gate_for, live_scores, made, made_folder, model_of, recorded, remembered, train
 from tests.tiny_models import left_padded, prompt
+from tests.training_parts import batch_of, losses_over, power_fails, same
 
 every_gate = pytest.mark.parametrize("name", BORN)
 
@@ -122,14 +123,7 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_traces(name):
 def test_the_loss_falls_on_one_batch(name):
     gate, traces = gate_for(name), [recorded(40), recorded(30, 1)]
     gate.prepare(traces)
-    optimizer = torch.optim.Adam(gate.parameters(), 2e-2)
-    losses = []
-    for step in range(60):
-        optimizer.zero_grad()
-        loss = gate.loss(batch_of(*traces, step=step))["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_over(gate, lambda step: batch_of(*traces, step=step), lr=2e-2, steps=60)
     assert losses[-1] < 0.8 * losses[0]
 
 
@@ -141,22 +135,12 @@ def test_the_shortest_context_has_scores_and_a_loss(name):
 
 
 @every_gate
-def test_interrupted_and_resumed_equals_uninterrupted(name, tmp_path, monkeypatch):
+def test_interrupted_and_resumed_equals_uninterrupted(name, tmp_path):
     made_folder(tmp_path / "traces")
     whole = train(name, tmp_path / "traces", tmp_path / "whole", steps=6)
-    kind, loss = type(whole), type(whole).loss
-
-    def failing(self, batch):
-        if batch.step == 5:
-            raise ConnectionError("power")
-        return loss(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "loss", failing)
-        with pytest.raises(ConnectionError):
-            train(name, tmp_path / "traces", tmp_path / "stopped", steps=6)
-    again = train(name, tmp_path / "traces", tmp_path / "stopped", steps=6)
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values(), strict=True))
+    with power_fails(type(whole), 5):
+        train(name, tmp_path / "traces", tmp_path / "stopped", steps=6)
+    assert same(train(name, tmp_path / "traces", tmp_path / "stopped", steps=6), whole)
 
 
 @pytest.mark.parametrize("recipe", [*BORN, *(f"paper/{name}" for name in BORN)])

@@ -51,6 +51,11 @@ def test_each_message_is_found_whatever_the_template_makes_of_it(template):
     assert spans.ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
+def test_printed_spans_leave_the_token_ids_out():
+    spans = chat_spans(with_template(CHATML), CHAT)
+    assert "ids" not in repr(spans) and f"first_user={spans.first_user}" in repr(spans)
+
+
 def test_a_system_prompt_that_the_template_brings_itself_is_part_of_the_system_span():
     tokenizer = with_template(CHATML)
     spans = chat_spans(tokenizer, CHAT[1:2])

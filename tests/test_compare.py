@@ -10,10 +10,11 @@ from torch.nn import functional as F
 from learnkv.budgets import Ratio
 from learnkv.checkpoint import save_gate
 from learnkv.evaluation import compare as comparison
-from learnkv.evaluation.compare import Bench, Plan, compare, encode_prompt, oracle_utility, plan, plan_chosen, quick_table
+from learnkv.evaluation.compare import Bench, Plan, compare, encode_prompt, oracle_utility, plan, plan_chosen, quick_table, served
 from learnkv.evaluation.contenders import contenders_of, gate_contender
 from learnkv.evaluation.report import summarise
 from learnkv.evaluation.rows import read_rows
+from learnkv.gates import GATES
 from learnkv.gates.kvp import KVP
 from learnkv.models import describe
 from learnkv.prompts import Prompt, Question
@@ -286,7 +287,30 @@ def test_quick_table_shows_the_gate_beside_the_controls_and_heuristics(model, to
     table = quick_table(model, tokenizer, [short_prompt(), short_prompt(1)], gate, [0.3, 0.5])
     lines = [line.split("  ")[0] for line in table.splitlines()]
     heuristics = ["random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o", "kvzip", "keep_digits"]
-    assert lines == ["method", "full cache", "kvp+uniform", "kvp+adaptive_global", *heuristics]
+    assert lines == ["method", "full cache", "kvp", "kvp+adaptive_global", *heuristics]
+
+
+def test_quick_table_asks_inside_the_prefix_where_it_is_told_to(tokenizer, gate, monkeypatch):
+    seen = []
+    monkeypatch.setattr(comparison, "summarise", lambda rows: seen.extend(rows) or summarise(rows))
+    quick_table(tiny_model(512), tokenizer, [short_prompt(), short_prompt(1)], gate, [0.3], "inside")
+    assert seen and all(row.question_in_prefix for row in seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "other"),
+    [
+        ("kvp", "uniform", "adaptive_global"),
+        ("fast_kvzip", "adaptive_global", "uniform"),
+        ("kvzap", "Threshold(least=-4.0)", "adaptive_global"),
+        ("dms", "Threshold(least=0.0)", "adaptive_global"),
+        ("duo_attention", "PerHead(", "adaptive_global"),
+    ],
+)
+def test_quick_table_takes_a_methods_own_rule_and_another(model, name, own, other):
+    found = served(GATES[name](GATES[name].Config(), describe(model)))
+    assert found[0].allocator.startswith(own) and (found[0].line, found[0].method) == (name, name)
+    assert (found[1].allocator, found[1].line) == (other, f"{name}+{other}")
 
 
 # ---- refusals

@@ -187,6 +187,14 @@ def test_help_lists_every_key_with_its_value_and_comment(capsys):
     assert config.main(run, Recipe, []) == 2
 
 
+def test_help_lists_a_papers_own_recipes_apart():
+    own, papers = (" ".join(line.split()) for line in config.recipe_lines())
+    assert own.startswith("recipes: ") and own.endswith(", or a .yaml file") and "paper" not in own
+    names = own.removeprefix("recipes: ").removesuffix(", or a .yaml file").split(", ")
+    published = [f"paper/{name}" for name in papers.removeprefix("paper/NAME, as published: ").split(", ")]
+    assert sorted([*names, *published]) == config.recipe_names()
+
+
 # ---- back to arguments
 
 

@@ -10,8 +10,8 @@ from learnkv.gates.fast_kvzip import FastKVzip, FastKVzipConfig, binary_cross_en
 from learnkv.methods import METHODS
 from learnkv.models import BaseModel
 from learnkv.training.module import GateTraining
-from tests.born_parts import batch_of, gate_for, made_folder, published, recorded
-from tests.training_parts import BASE, quick
+from tests.born_parts import gate_for, made_folder, published, recorded
+from tests.training_parts import BASE, batch_of, quick
 
 QWEN25_7B = BaseModel("Qwen2.5-7B", "", 28, 4, 28, 128, 3584)
 QWEN3_8B = BaseModel("Qwen3-8B", "", 36, 8, 32, 128, 4096)

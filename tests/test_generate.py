@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -130,6 +132,29 @@ def test_a_named_pipe_is_read(ask, tmp_path):
     writer.start()
     assert ask(f"file={tmp_path / 'pipe'}", "budget=0.5")[0] == 0
     writer.join()
+
+
+def test_a_pipe_without_end_is_refused(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["learnkv.prompts.make"], "MOST_PIPED", 1000)
+    monkeypatch.setattr("sys.stdin", io.StringIO(2000 * "a"))
+    assert ask("file=-")[2] == "error: standard input gives more than 1,000 characters, and may have no end; save it to a file first"
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=pour, args=(tmp_path / "pipe",))
+    writer.start()
+    assert f"{tmp_path / 'pipe'} gives more than 1,000 characters" in ask(f"file={tmp_path / 'pipe'}")[2]
+    writer.join()
+
+
+def pour(pipe):
+    """Writes for as long as somebody reads."""
+    with suppress(BrokenPipeError), pipe.open("wb", buffering=0) as file:
+        while True:
+            file.write(10_000 * b"a")
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, ""), (4, ""), (5, ", 100 ms per token"), (50, ", 10 ms per token")])
+def test_the_time_of_a_token_is_said_of_enough_of_them(count, said):
+    assert generate.pace_of(0.5, count) == said
 
 
 def test_a_policy_is_made_of_method_and_budget(folder):

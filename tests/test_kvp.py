@@ -11,9 +11,10 @@ from learnkv import ops
 from learnkv.gates.kvp import KVP, KVPConfig, neighbourhood_mean, positive_fit
 from learnkv.gates.ranking import LOSSES, Items, normalised_reward, order_reward, ranks_of, reward_of, sample, soft_rank
 from learnkv.models import BaseModel
+from learnkv.observation import Observation
 from learnkv.rope import turn_back
 from tests.observations import Row, observe
-from tests.training_parts import BASE, batch_of, made_gate, made_trace
+from tests.training_parts import BASE, batch_of, losses_over, made_gate, made_trace
 
 SMALL = KVPConfig(branch_width=6, width=10, permutations=4, num_sinks=0, num_recent=0)
 
@@ -211,14 +212,7 @@ def test_gradient_reaches_every_weight(config):
 def test_reward_rises_on_one_batch(loss):
     gate, traces = made_gate(replace(SMALL, loss=loss)), [made_trace(24, seed) for seed in range(4)]
     before = torch.stack([reward_of(gate.score_trace(t), t.targets["utility"]) for t in traces]).mean()
-    optimizer = torch.optim.Adam(gate.parameters(), 1e-2)
-    losses = []
-    for step in range(60):
-        optimizer.zero_grad()
-        found = gate.loss(batch_of(*traces, step=step))
-        found["loss"].backward()
-        optimizer.step()
-        losses.append(found["loss"].item())
+    losses = losses_over(gate, lambda step: batch_of(*traces, step=step), lr=1e-2, steps=60)
     after = torch.stack([reward_of(gate.score_trace(t), t.targets["utility"]) for t in traces]).mean()
     assert after > before + (-1 - before) / 3  # at least a third of the way to the oracle
     if not loss.startswith("plackett_luce"):  # a policy gradient's loss is no measure of progress
@@ -296,6 +290,21 @@ def test_bfloat16_cache_is_scored_in_float32():
     scores = gate.score_trace(trace.to(torch.bfloat16))
     assert scores.dtype == torch.float32
     assert torch.allclose(scores, gate.score_trace(trace), atol=0.1)
+
+
+@pytest.mark.parametrize("inputs", [("keys",), ("values",), ()])
+def test_a_live_score_gathers_what_its_branches_read_and_no_more(inputs, monkeypatch):
+    gate, trace, gathered = made_gate(replace(SMALL, inputs=inputs)), made_trace(9), []
+    obs = observe([row_of(trace, 1, [list(range(9))] * 2)], layer=1, num_layers=BASE.num_layers)
+    for name in ("keys", "values"):
+        monkeypatch.setattr(Observation, name, property(lambda self, name=name: gathered.append(name) or getattr(self.slots, name)))
+    assert torch.allclose(gate.score(obs)[0], gate.score_trace(trace)[1], rtol=1e-5, atol=1e-6)
+    assert gathered == list(inputs)
+
+
+def test_a_trace_need_not_hold_what_no_branch_reads():
+    gate, trace = made_gate(replace(SMALL, inputs=("keys",))), made_trace(20)
+    assert torch.equal(gate.score_trace(replace(trace, values=None)), gate.score_trace(trace))
 
 
 def test_log_positions_tell_far_tokens_apart():

@@ -12,8 +12,9 @@ from learnkv.methods import METHODS
 from learnkv.models import BaseModel
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
-from tests.born_parts import batch_of, gate_for, live_scores, model_of, published, recorded
+from tests.born_parts import gate_for, live_scores, model_of, published, recorded
 from tests.tiny_models import prompt
+from tests.training_parts import batch_of
 
 QWEN3_8B = BaseModel("Qwen3-8B", "", 36, 8, 32, 128, 4096)
 

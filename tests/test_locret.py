@@ -10,7 +10,8 @@ from learnkv.models import BaseModel, describe
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
-from tests.born_parts import batch_of, gate_for, live_scores, model_of, published, recorded
+from tests.born_parts import gate_for, live_scores, model_of, published, recorded
+from tests.training_parts import batch_of
 
 LLAMA31_8B = BaseModel("Llama-3.1-8B", "", 32, 8, 32, 128, 4096, frequencies=(1.0,))
 

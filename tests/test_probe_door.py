@@ -15,9 +15,10 @@ from learnkv.observation import Observation, Probe, ProbeScorer
 from learnkv.policy import Policy
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache
-from tests.probe_parts import Noting, ids, model, served
+from tests.probe_parts import ids, model, served
 from tests.test_kvzip import Words
 from tests.tiny_models import left_padded, tiny
+from tests.training_parts import Noting
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -102,7 +103,7 @@ def test_an_announced_prompt_is_scored_as_in_one_forward_whatever_its_chunks(siz
             for chunk in ids(26)[None].split(sizes, 1):
                 assert not policy.given
                 model()(chunk, cache=cache)
-        torch.testing.assert_close(torch.cat(policy.given), want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.cat(policy.scores), want, atol=1e-5, rtol=1e-5)
 
 
 def test_an_announced_batch_may_be_reordered_and_cloned_between_its_chunks():

@@ -17,10 +17,10 @@ from learnkv.policy import Policy
 from learnkv.runtime.attach import attach, evict
 from learnkv.runtime.cache import EvictionCache
 from learnkv.train import TrainCommand, run
-from tests.probe_parts import SMALL, Noting, folder_of_traces, gate_of, ids, model, moved_gate, served, trace, train
+from tests.probe_parts import SMALL, folder_of_traces, gate_of, ids, model, moved_gate, served, trace, train
 from tests.recording import byte_tokenizer, tiny_model
 from tests.tiny_models import left_padded, tiny
-from tests.training_parts import batch_of
+from tests.training_parts import Noting, batch_of, losses_over, power_fails, same
 
 methods = pytest.mark.parametrize("method", SMALL)
 
@@ -31,13 +31,7 @@ methods = pytest.mark.parametrize("method", SMALL)
 @methods
 def test_loss_falls_on_one_batch(method):
     gate, batch = gate_of(method), batch_of(trace(24, 1), trace(31, 2))
-    optimizer, losses = torch.optim.Adam(gate.parameters(), 3e-3 if method == "lookaheadkv" else 3e-2), []
-    for _ in range(40):
-        optimizer.zero_grad()
-        found = gate.loss(batch)
-        found["loss"].backward()
-        optimizer.step()
-        losses.append(found["loss"].item())
+    losses = losses_over(gate, lambda step: batch, lr=3e-3 if method == "lookaheadkv" else 3e-2, steps=40)
     assert losses[-1] < 0.8 * losses[0]
 
 
@@ -60,20 +54,12 @@ def test_a_batch_is_the_mean_of_its_traces(method):
 
 
 @methods
-def test_interrupted_and_resumed_equals_uninterrupted(method, tmp_path, monkeypatch):
+def test_interrupted_and_resumed_equals_uninterrupted(method, tmp_path):
     traces = folder_of_traces(tmp_path / "traces")
-    whole, loss = train(method, traces, tmp_path / "whole"), ProbeTokens.loss
-
-    def failing(self, batch):
-        if batch.step == 6:
-            raise ConnectionError("power")
-        return loss(self, batch)
-
-    with monkeypatch.context() as patch, pytest.raises(ConnectionError):
-        patch.setattr(ProbeTokens, "loss", failing)
+    whole = train(method, traces, tmp_path / "whole")
+    with power_fails(ProbeTokens, 6):
         train(method, traces, tmp_path / "stopped")
-    again = train(method, traces, tmp_path / "stopped")
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values(), strict=True))
+    assert same(train(method, traces, tmp_path / "stopped"), whole)
 
 
 @methods
@@ -157,7 +143,7 @@ def test_an_announced_prompt_in_chunks_is_scored_as_the_whole(method):
         for chunk in ids(26)[None].split([11, 1, 13, 1], 1):
             assert not policy.given
             model()(chunk, cache=cache)
-    torch.testing.assert_close(torch.cat(policy.given), want, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(policy.scores), want, atol=1e-6, rtol=1e-5)
 
 
 @methods

@@ -134,9 +134,11 @@ def test_own_records_become_prompts_in_their_order(tmp_path):
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([{"context": "a", "question": "b"}], "line 1: 'answer' is None"),
-        ([{"context": "a", "question": "b", "answer": "c"}, {"context": "", "question": "b", "answer": "c"}], "line 2: 'context' is ''"),
-        ([{"context": "a", "question": "b", "answer": "  "}], "line 1: 'answer' is '  '"),
+        ([{"context": "a", "question": "b"}], "line 1 has no answer; every line needs"),
+        ([{"context": "a", "answer": "b"}], "line 1 has no question"),
+        ([{"context": "a", "question": "b", "answer": 5}], "line 1: 'answer' is 5, which is no text"),
+        ([{"context": "a", "question": "b", "answer": "c"}, {"context": "", "question": "b", "answer": "c"}], "line 2 has no context"),
+        ([{"context": "a", "question": "b", "answer": "  "}], "line 1 has no answer"),
         ([{"context": "a", "question": "b", "answer": "c"}, "", "{no json"], "line 3 is not JSON"),
         ([{"context": "a", "question": "b", "answer": "c", "answer_prefix": 5}], "line 1: 'answer_prefix' is 5"),
         ([{"context": "a \ud800", "question": "b", "answer": "c"}], "line 1: 'context' holds half a character"),

@@ -53,7 +53,7 @@ def test_rows_come_back_as_they_were_written(tmp_path):
 
 def test_two_do_not_write_into_one_file_at_once(tmp_path):
     first = RowFile(tmp_path / "rows.jsonl")
-    with pytest.raises(ValueError, match="another evaluate is writing here"):
+    with pytest.raises(ValueError, match="another process is writing rows to"):
         RowFile(first.path)
     first.append(row())
     assert len(read_rows(first.path)) == 1

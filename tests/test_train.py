@@ -11,11 +11,12 @@ import torch
 
 from learnkv import config
 from learnkv.checkpoint import load_gate
-from learnkv.evaluation.reward import rewards, score_trace
+from learnkv.evaluation.reward import last_queries, rewards, score_trace
 from learnkv.heuristics.streaming_llm import StreamingLLM
+from learnkv.locks import alone
 from learnkv.methods import METHODS
+from learnkv.traces import dataset
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.format import alone
 from learnkv.train import TrainCommand, name_of, run
 from tests.observations import Row, observe
 from tests.recording import byte_tokenizer, tiny_model
@@ -46,6 +47,12 @@ train: {{steps: 6, warmup: 2, ema_start: 2, eval_every: 3, save_every: 2, log_ev
     return tmp_path / "tiny.yaml"
 
 
+def without_gate(recipe) -> str:
+    """The recipe for a method of other knobs."""
+    Path("other.yaml").write_text("\n".join(line for line in recipe.read_text().splitlines() if not line.startswith("gate")))
+    return "other.yaml"
+
+
 def test_one_command_records_trains_and_compares(recipe, capsys):
     assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=1"]) == 0
     out = capsys.readouterr().out
@@ -56,6 +63,30 @@ def test_one_command_records_trains_and_compares(recipe, capsys):
     for name in ("kvp", "random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"):
         assert out.count(f"\n{name}") >= 2, name
     assert f"next: python -m learnkv.generate model={recipe.parent / 'model'} method=kvp+adaptive:{folder} compare=true" in out
+
+
+def test_a_gate_recorded_with_the_question_inside_is_asked_with_it_inside(recipe, capsys):
+    judge = ["method=judge_q", "gate.num_tokens=4", "record.question=inside", "record.also=[attention]", "train.steps=1", "table=1"]
+    assert config.main(run, TrainCommand, [f"recipe={without_gate(recipe)}", *judge]) == 0
+    out = capsys.readouterr().out
+    assert "compressed with the question in the prompt, all but its last token (record.question=inside)" in out
+    assert "\njudge_q " in out and "\njudge_q+adaptive_global " in out
+    assert out.splitlines()[-1].endswith(f"gate={Path('checkpoints/runs/other')} evaluate.question=inside evaluate.count=20")
+
+
+def test_token_ids_are_recomputed_as_far_as_a_gate_reads(recipe, monkeypatch):
+    seen, measure = set(), dataset.measure
+    monkeypatch.setattr(dataset, "measure", lambda *at, also, **how: seen.add((at[1].split, *also)) or measure(*at, also=also, **how))
+    of_ids = [f"recipe={without_gate(recipe)}", "record.mode=ids", "gate.width=4", "train.steps=1", "table=0"]
+    assert config.main(run, TrainCommand, [*of_ids, "method=trimkv"]) == 0
+    assert seen == {("heldout", "hidden")}
+    assert config.main(run, TrainCommand, [*of_ids, "method=locret", "name=locret"]) == 0
+    assert {name for split, *also in seen if split == "train" for name in also} == {"queries_pre_rope", "peak_logit"}
+
+
+def test_token_ids_without_what_repeats_them_are_refused_where_a_gate_reads_it(recipe, capsys):
+    assert config.main(run, TrainCommand, [f"recipe={without_gate(recipe)}", "record.mode=ids", "method=fast_kvzip"]) == 2
+    assert "fast_kvzip trains on reconstruction, which" in capsys.readouterr().err
 
 
 def test_a_folder_that_another_run_trains_into_is_refused_and_left_alone(recipe, capsys):
@@ -205,6 +236,14 @@ def test_h2o_scores_a_trace_by_its_mass():
 def test_a_gate_scores_a_trace_through_an_observation_as_by_itself():
     trace, gate = made_trace(40), made_gate()
     assert torch.allclose(score_trace(gate, trace, SCALES), gate.score_trace(trace), atol=1e-6)
+
+
+def test_no_more_of_the_window_is_held_than_a_scorer_asks_for():
+    window = torch.arange(24.0).view(1, 2, 4, 3)
+    assert last_queries(window, 0).shape == (1, 2, 0, 3)
+    assert torch.equal(last_queries(window, 3), window[:, :, 1:]) and last_queries(window, 3).data_ptr() == window[:, :, 1:].data_ptr()
+    padded = last_queries(window, 6)
+    assert torch.equal(padded[:, :, 2:], window) and not padded[:, :, :2].any()
 
 
 def test_the_oracle_has_reward_minus_one_and_nothing_is_better(traces):

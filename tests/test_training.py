@@ -20,7 +20,7 @@ from learnkv.traces import format
 from learnkv.training.fit import EVENTS, LAST
 from learnkv.training.module import learning_rate
 from learnkv.training.steps import Steps, recorded_cut, uniform_cut
-from tests.training_parts import BASE, made_folder, made_gate, made_trace, quick, train
+from tests.training_parts import BASE, made_folder, made_gate, made_trace, power_fails, quick, same, train
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,33 +37,15 @@ def finished(traces, tmp_path_factory):
     return train(str(traces.folder), str(run)), run
 
 
-def same(a: KVP, b: KVP) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-
-
 def curve(run: Path, tag: str = "loss") -> dict[int, float]:
     events = EventAccumulator(str(run / EVENTS), size_guidance={"scalars": 0}).Reload()
     return {event.step: event.value for event in events.Scalars(tag)}
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Power fails in this step."""
-    loss = KVP.loss
-
-    def failing(self, batch):
-        if batch.step == step:
-            raise ConnectionError("power")
-        return loss(self, batch)
-
-    monkeypatch.setattr(KVP, "loss", failing)
-
-
 @pytest.mark.parametrize("step", [3, 4, 6, 9, 11])
-def test_interrupted_and_resumed_equals_uninterrupted(finished, traces, tmp_path, monkeypatch, step):
-    with monkeypatch.context() as patch:
-        stop_after(patch, step)
-        with pytest.raises(ConnectionError):
-            train(str(traces.folder), str(tmp_path))
+def test_interrupted_and_resumed_equals_uninterrupted(finished, traces, tmp_path, step):
+    with power_fails(KVP, step):
+        train(str(traces.folder), str(tmp_path))
     assert same(train(str(traces.folder), str(tmp_path)), finished[0])
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
+from torch import Tensor
 
-from learnkv.gates.base import Batch
+from learnkv.gates.base import Batch, Gate
 from learnkv.gates.kvp import KVP, KVPConfig
 from learnkv.models import BaseModel
+from learnkv.observation import Observation
+from learnkv.policy import Policy
 from learnkv.traces import format
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Trace, TraceConfig
@@ -42,15 +49,69 @@ def batch_of(*traces: Trace, seed: int = 0, step: int = 0) -> Batch:
     return Batch(traces, seed, step)
 
 
-def made_folder(folder: Path, *, train: int = 6, heldout: int = 2) -> TraceDataset:
-    """Traces of 40 and more tokens, as record writes them."""
+def losses_over(gate: Gate, batch_at: Callable[[int], Batch], *, lr: float, steps: int) -> list[float]:
+    """The loss before each of so many steps of Adam."""
+    optimizer, losses = torch.optim.Adam(gate.parameters(), lr), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = gate.loss(batch_at(step))["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def written(
+    folder: Path, made: Callable[[int, str], Trace], base: BaseModel, settings: RecordSettings, *, train: int, heldout: int
+) -> TraceDataset:
+    """The traces made(i, split) of a base model, as record writes them."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", train), ("heldout", heldout)):
         for i in range(count):
-            format.write_trace(folder / f"traces-00-{split}{i:03d}.safetensors", made_trace(40 + 3 * i, i, split=split))
-    format.write_config(folder, TraceConfig(BASE, {}, RecordSettings().content()))
+            format.write_trace(folder / f"traces-00-{split}{i:03d}.safetensors", made(i, split))
+    format.write_config(folder, TraceConfig(base, {}, settings.content()))
     format.write_manifest(folder)
     return TraceDataset(folder)
+
+
+def made_folder(folder: Path, *, train: int = 6, heldout: int = 2) -> TraceDataset:
+    """Traces of 40 and more tokens."""
+    return written(folder, lambda i, split: made_trace(40 + 3 * i, i, split=split), BASE, RecordSettings(), train=train, heldout=heldout)
+
+
+@contextmanager
+def power_fails(kind: type[Gate], step: int) -> Iterator[None]:
+    """A training of such gates, inside the block, that stops in this step."""
+    loss = kind.loss
+
+    def failing(self: Gate, batch: Batch) -> dict[str, Tensor]:
+        if batch.step == step:
+            raise ConnectionError("power")
+        return loss(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConnectionError):
+        patch.setattr(kind, "loss", failing)
+        yield
+
+
+def same(one: Gate, two: Gate) -> bool:
+    """Whether all weights are equal to the bit."""
+    return all(torch.equal(x, y) for x, y in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+@dataclass(frozen=True)
+class Noting(Policy):
+    """A policy that notes the scores it is given and what they are of, layer by layer."""
+
+    given: list[tuple[Tensor, Observation]] = field(default_factory=list)
+
+    @property
+    def scores(self) -> list[Tensor]:
+        return [scores for scores, _ in self.given]
+
+    def mask(self, scores: Tensor, obs: Observation, pinned: Tensor) -> Tensor:
+        self.given.append((scores.clone(), obs))
+        return super().mask(scores, obs, pinned)
 
 
 def quick(**changes: object) -> TrainSettings:

@@ -20,6 +20,7 @@ from learnkv.evaluation.contenders import WHOLE, Contender, contenders_of, gate_
 from learnkv.evaluation.report import FULL, summarise, text_table
 from learnkv.evaluation.rows import Cell, Row, RowFile, budget_of
 from learnkv.gates.base import Gate
+from learnkv.geometry import max_positions
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.models import BaseModel, PreTrainedModel, describe
 from learnkv.policy import Policy
@@ -134,11 +135,27 @@ def compare(
     return [replace(done[a.cell.key], **named(a.cell)) for _, asked in tasks for a in asked]
 
 
-def quick_table(model: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt], gate: Gate, budgets: Sequence[float]) -> str:
-    """A gate beside the full cache, random, the oracle, heuristics and a lexical rule, as a text table; nothing is written."""
-    own = [gate_contender(gate, run="", line=f"{gate.METHOD}+{rule}", allocator=rule) for rule in ("uniform", "adaptive_global")]
-    contenders = [*own, *contenders_of([*QUICK, "kvzip", "keep_digits"], model, tokenizer)]
-    return text_table(summarise(compare(model, tokenizer, prompts, plan(contenders, budgets))))
+def quick_table(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    gate: Gate,
+    budgets: Sequence[float],
+    question: Literal["outside", "inside"] = "outside",
+) -> str:
+    """A gate beside the full cache, random, the oracle, heuristics and a lexical rule, as a text table; nothing is written.
+
+    The gate splits the budget as its method is served, and by one more rule.
+    """
+    contenders = [*served(gate), *contenders_of([*QUICK, "kvzip", "keep_digits"], model, tokenizer)]
+    return text_table(summarise(compare(model, tokenizer, prompts, plan(contenders, budgets), question=question)))
+
+
+def served(gate: Gate) -> list[Contender]:
+    """The gate by its method's own rule, and by one budget over all heads, or by uniform where that is its own."""
+    own = gate_contender(gate, run="", line=gate.METHOD)
+    other = "uniform" if own.allocator == "adaptive_global" else "adaptive_global"
+    return [own, gate_contender(gate, run="", line=f"{gate.METHOD}+{other}", allocator=other)]
 
 
 def batched(asked: Sequence[Asked], size: int) -> Iterator[list[Asked]]:
@@ -170,7 +187,7 @@ def encode_prompt(model: PreTrainedModel, tokenizer: Tokenizer, prompt: Prompt) 
     for e in encoded:
         question = torch.cat([e.context[len(context) :], e.question])
         found.append(replace(e, context=context.to(device), question=question.long().to(device), answer=e.answer.long().to(device)))
-    refuse_unusable(prompt, found, model.config.get_text_config().max_position_embeddings)
+    refuse_unusable(prompt, found, max_positions(model))
     return found
 
 
@@ -179,7 +196,7 @@ def asked_inside(e: Encoded) -> Encoded:
     return replace(e, context=torch.cat([e.context, e.question[:-1]]), question=e.question[-1:])
 
 
-def refuse_unusable(prompt: Prompt, encoded: Sequence[Encoded], max_tokens: int) -> None:
+def refuse_unusable(prompt: Prompt, encoded: Sequence[Encoded], max_tokens: float) -> None:
     where = f"prompt {prompt.id} ({prompt.kind}, {prompt.context[:40]!r}...)"
     for e in encoded:
         total = len(e.context) + len(e.question) + len(e.answer)

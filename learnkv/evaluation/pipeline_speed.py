@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,30 +58,57 @@ def recording(model: PreTrainedModel, tokenizer: Tokenizer, settings: PipelineSe
 def training(
     model: PreTrainedModel, tokenizer: Tokenizer, method: str, gate_config: object, train: TrainSettings, settings: PipelineSettings
 ) -> Iterator[Figure]:
-    """Milliseconds of a training step of all heads at once, and of as many gates of one head one after another."""
+    """Milliseconds of a training step of all heads at once, beside what it can be compared with.
+
+    That is as many gates of one head one after another; or, of a gate whose step runs the model, which one head can't, a plain forward
+    of the traces.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        dataset = record_plan(plan_of(model, tokenizer, settings, folder), model)
+        dataset = record_plan(plan_of(model, tokenizer, settings, folder, sorted(GATES[method].READS)), model)
         traces, base = [dataset[i] for i in range(len(dataset))], dataset.base_model
-        gate, alone = (GATES[method](gate_config, each) for each in (base, one_head(base)))
-        gate.prepare(traces)
-        alone.prepare([first_head(trace, base) for trace in traces])
-        runs = {
-            "together": partial(step, gate, Batch(traces, train.seed, 0)),
-            "alone": partial(step, alone, Batch([first_head(trace, base) for trace in traces], train.seed, 0)),
-        }
+        runs = {"together": step_of(GATES[method](gate_config, base), model, traces, train)}
+        if GATES[method].meet is Gate.meet:
+            heads = [first_head(trace, base) for trace in traces]
+            runs["alone"] = step_of(GATES[method](gate_config, one_head(base)), model, heads, train)
+        else:
+            runs["forward"] = partial(forward, model, traces)
         seconds = in_turns(runs, settings.turns)
-    heads, tokens = base.num_layers * base.num_kv_heads, sum(len(trace.ids) for trace in traces)
-    together, separate = seconds["together"], seconds["alone"] * heads
-    what = f"training step of {method}, {len(traces)} traces of {settings.num_tokens} tokens"
+    yield from training_figures(seconds, base, f"training step of {method}, {len(traces)} traces of {settings.num_tokens} tokens", traces)
+
+
+def training_figures(seconds: dict[str, float], base: BaseModel, what: str, traces: list[Trace]) -> Iterator[Figure]:
+    """The step of all heads, and what it is beside."""
+    heads, tokens, together = base.num_layers * base.num_kv_heads, sum(len(trace.ids) for trace in traces), seconds["together"]
     yield Figure(f"{what}, all {heads} heads", f"{together * 1000:.0f} ms, {tokens * heads / together / 1e6:.2f} M scored tokens/s")
-    yield Figure(f"{what}, one agent {heads} times", f"{separate * 1000:.0f} ms, {separate / together:.1f} x all at once")
+    if "alone" in seconds:
+        separate = seconds["alone"] * heads
+        yield Figure(f"{what}, one agent {heads} times", f"{separate * 1000:.0f} ms, {separate / together:.1f} x all at once")
+    else:
+        plain = seconds["forward"]
+        yield Figure(f"{what}, a plain forward of them", f"{plain * 1000:.0f} ms, the step takes {together / plain:.2f} x its time")
 
 
-def plan_of(model: PreTrainedModel, tokenizer: Tokenizer, settings: PipelineSettings, folder: str) -> Plan:
-    """What the default recipe would record of so many prompts."""
+def step_of(gate: Gate, model: PreTrainedModel, traces: list[Trace], train: TrainSettings) -> Callable[[], None]:
+    """The step of a fresh gate on the model's device, ready to run."""
+    gate = gate.to(model.device)
+    gate.meet(model)
+    gate.prepare(traces)
+    return partial(step, gate, Batch(traces, train.seed, 0))
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, traces: list[Trace]) -> None:
+    """The model over each context."""
+    for trace in traces:
+        model(trace.ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+
+
+def plan_of(model: PreTrainedModel, tokenizer: Tokenizer, settings: PipelineSettings, folder: str, also: Sequence[str] = ()) -> Plan:
+    """What the default recipe would record of so many prompts, and what `also` names."""
     dtype = str(model.dtype).removeprefix("torch.")
-    record = RecordSettings(train=settings.traces, heldout=0, num_tokens=[settings.num_tokens], dtype=dtype)  # type: ignore[arg-type]
-    return plan_recording(model, tokenizer, make_prompts(record, tokenizer), Path(folder), record)
+    size = {"train": settings.traces, "heldout": 0, "num_tokens": [settings.num_tokens]}
+    record = RecordSettings(**size, dtype=dtype, also=list(also))  # type: ignore[arg-type]
+    return plan_recording(model, tokenizer, make_prompts(record, tokenizer), Path(folder) / "traces", record)
 
 
 def step(gate: Gate, batch: Batch) -> None:
@@ -96,7 +123,8 @@ def one_head(base: BaseModel) -> BaseModel:
 
 
 def first_head(trace: Trace, base: BaseModel) -> Trace:
-    """What a trace says of that head."""
-    heads = ("keys", "values", "mass")
-    taken = {name: x[:1, :1] for name in heads if (x := getattr(trace, name)) is not None}
+    """What a trace says of that head; of fields that all heads of a layer share, the layer's."""
+    group = base.num_query_heads // base.num_kv_heads
+    heads = {"keys": 1, "values": 1, "mass": 1, "queries": group, "queries_pre_rope": group}
+    taken = {name: x[:1, : heads.get(name)] for name in (*heads, "hidden", "block_input") if (x := getattr(trace, name)) is not None}
     return replace(trace, **taken, targets={name: x[..., :1, :1, :] if x.ndim > 2 else x for name, x in trace.targets.items()})

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from learnkv.gates.base import Gate
 from learnkv.gates.ranking import PROTECTED, reward_of
@@ -73,10 +74,9 @@ def of_layer(recorded: Tensor | None, layer: int) -> Tensor | None:
 
 def last_queries(window: Tensor, wanted: int) -> Tensor:
     """[1, Q, wanted, D] of the recorded last queries [1, Q, W, D], left-padded with 0 where the context was shorter."""
-    out = window.new_zeros(*window.shape[:2], wanted, window.shape[3])
     have = min(wanted, window.shape[2])
-    out[:, :, wanted - have :] = window[:, :, window.shape[2] - have :]
-    return out
+    last = window[:, :, window.shape[2] - have :]
+    return last if have == wanted else F.pad(last, (0, 0, wanted - have, 0))
 
 
 def with_memory(obs: Observation, memory: Tensor) -> Observation:

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from zlib import crc32
 
-from filelock import FileLock, Timeout
-
 from learnkv.budgets import Ratio
 from learnkv.counts import check_count
+from learnkv.locks import alone
 from learnkv.typed import checked
 
 FORMAT_VERSION = 2
@@ -113,11 +112,7 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(path.with_name(f"{path.name}.lock"))  # let go when this object, or the process, ends
-        try:
-            self.lock.acquire(timeout=0)
-        except Timeout as error:
-            raise ValueError(f"{path}: another evaluate is writing here; wait for it, or give another evaluate.out") from error
+        self.lock = alone(path, "writing rows to", "wait for it, or give another evaluate.out")
         self.done = {row.key: row for row in read_rows(path)} if path.exists() else {}
         if path.exists():
             os.truncate(path, len(whole_lines(path)))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from learnkv import methods
 from learnkv.evaluation.speed import Figure
+from learnkv.geometry import max_positions
 from learnkv.models import PreTrainedModel
 from learnkv.prompts.haystack import documents
 from learnkv.prompts.prompt import Tokenizer
@@ -50,7 +51,7 @@ def perplexities(
 
     progress  wraps the list of a contender's chunks, as tqdm does
     """
-    limit = model.config.get_text_config().max_position_embeddings
+    limit = int(min(max_positions(model), settings.num_tokens))
     ids = text_of(tokenizer, settings.num_tokens).to(model.device)
     yield Figure("full cache, while it has positions", listed(losses(model, ids[:limit], None, settings.chunk, progress), limit))
     for name, positions in CONTENDERS:

@@ -11,5 +11,6 @@ from learnkv.gates.locret import Locret
 from learnkv.gates.lookaheadkv import LookaheadKV
 from learnkv.gates.trimkv import TrimKV
 
-OURS = (KVP, LookaheadKV, JudgeQ, FastKVzip, KVzap, Locret, TrimKV, DMS, DuoAttention)
-GATES: dict[str, type[Gate]] = {gate.METHOD: gate for gate in OURS}
+GATES: dict[str, type[Gate]] = {
+    gate.METHOD: gate for gate in (KVP, LookaheadKV, JudgeQ, FastKVzip, KVzap, Locret, TrimKV, DMS, DuoAttention)
+}

@@ -14,6 +14,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from learnkv.capture import decoder_of
+from learnkv.gates.base import refuse_below
 from learnkv.gates.probe_tokens import ProbeTokens, ProbeTokensConfig
 from learnkv.models import BaseModel, PreTrainedModel
 from learnkv.observation import Probe
@@ -141,8 +142,7 @@ class AdaptedTokensConfig(ProbeTokensConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank} counts dimensions; give 1 or more")
+        refuse_below(1, rank=self.rank)
         if not self.alpha > 0:
             raise ValueError(f"alpha={self.alpha} must be above 0")
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+EVERY = slice(None)
+
+
 @dataclass(frozen=True)
 class Batch:
     """The traces of one training step, and what its random draws hang on: never on rank or order of calls."""
@@ -53,11 +56,13 @@ class Gate(Scorer, nn.Module):
     METHOD  its name in GATES, in gate.json and in METHODS
     Config  the dataclass of its knobs
     READS   what its training reads of a trace beside keys, values, window, mass and utility: names in `learnkv.traces.measure.ALSO`
+    LEARNS_FROM_IDS  whether its loss reads nothing of a trace but token ids: to train on, traces of mode=ids are then not recomputed
     """
 
     METHOD: ClassVar[str]
     Config: ClassVar[type]
     READS: ClassVar[frozenset[str]] = frozenset()
+    LEARNS_FROM_IDS: ClassVar[bool] = False
 
     def __init__(self, config: object, base: BaseModel) -> None:
         super().__init__()
@@ -97,8 +102,28 @@ class Gate(Scorer, nn.Module):
         loss    [] differentiable
         losses  [B] one per trace, detached
         reward  [layers] mean normalised reward, detached; only where the gate ranks
+
+        By default the traces run one after the other, so that none is padded, and their mean is minimised.
         """
+        losses = torch.stack([self.trace_loss(batch, trace) for trace in batch.traces])
+        return {"loss": losses.mean(), "losses": losses.detach()}
+
+    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
+        """[] loss of one trace."""
         raise NotImplementedError
+
+    def recorded(self, trace: Trace, name: str, layers: slice = EVERY) -> Tensor:
+        """[layers, ...] a field of the trace, or its target of that name, on the gate's device; one that lacks it is refused by its id."""
+        found: Tensor | None = trace.targets[name] if name in trace.targets else getattr(trace, name, None)
+        if found is None:
+            key = f"record.also=[{name}]" if name in self.READS else "record.mode=targets"
+            raise ValueError(f"trace {trace.id} holds no {name}, which {self.METHOD} reads; record with {key}")
+        return found[layers].to(self.device)
+
+    def of_layer(self, layer: int, features: Tensor) -> Tensor:
+        """[B, H, T] `forward` of one layer, where it takes rows of features: [B, T, F] of a step's tokens."""
+        rows = self(features.flatten(0, 1)[None], slice(layer, layer + 1))[0]  # [H, B * T]
+        return rows.unflatten(1, features.shape[:2]).transpose(0, 1)
 
     def meet(self, model: PreTrainedModel) -> None:
         """Told the base model before training; a gate whose loss runs it keeps it in a `Held`, the others do not look."""
@@ -122,3 +147,20 @@ class Gate(Scorer, nn.Module):
 
 def describe_geometry(num_layers: int, num_kv_heads: int, head_dim: int) -> str:
     return f"{num_layers} layers x {num_kv_heads} KV heads of {head_dim} dimensions"
+
+
+def refuse_below(least: int, **knobs: int) -> None:
+    """Raises a ValueError for the first knob that is below `least`."""
+    for name, value in knobs.items():
+        if value < least:
+            raise ValueError(f"{name}={value} is below {least}; give {least} or more")
+
+
+def uniform(fan_in: int, *shape: int) -> nn.Parameter:
+    """Weights within 1 / sqrt(fan_in) of 0, as nn.Linear draws them."""
+    return nn.Parameter(torch.empty(shape).uniform_(-(fan_in**-0.5), fan_in**-0.5))
+
+
+def stacked_linear(num_layers: int, size: int, width: int) -> nn.Parameter:
+    """[layers, size, width] weights of one linear map per layer."""
+    return uniform(size, num_layers, size, width)

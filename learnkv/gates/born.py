@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnkv.gates.base import Batch, Gate
 from learnkv.observation import Observation
@@ -27,16 +27,10 @@ class BornGate(Gate):
         """[layers, n, F] the same of a recorded context."""
         raise NotImplementedError
 
-    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
-        """[] what to minimise on one trace."""
-        raise NotImplementedError
-
     @torch.no_grad()
     def remember(self, obs: Observation) -> Tensor:
         self.check_geometry(obs)
-        features = self.new_features(obs)
-        scores = self(features.flatten(0, 1)[None], slice(obs.layer, obs.layer + 1))[0]  # [H, B * T]
-        scores = scores.unflatten(1, features.shape[:2]).transpose(0, 1)
+        scores = self.of_layer(obs.layer, self.new_features(obs))
         return obs.write_new(scores.masked_fill(obs.new_slots < 0, 0)[..., None])
 
     def score(self, obs: Observation) -> Tensor:
@@ -45,17 +39,6 @@ class BornGate(Gate):
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
         return self(self.trace_features(trace), slice(None))
-
-    def loss(self, batch: Batch) -> dict[str, Tensor]:
-        losses = torch.stack([self.trace_loss(batch, trace) for trace in batch.traces])
-        return {"loss": losses.mean(), "losses": losses.detach()}
-
-    def recorded(self, trace: Trace, name: str) -> Tensor:
-        """[layers, ...] a field of the trace, or its target of that name, on the gate's device."""
-        found: Tensor | None = trace.targets[name] if name in trace.targets else getattr(trace, name, None)
-        if found is None:
-            raise ValueError(f"trace {trace.id} holds no {name}, which {self.METHOD} trains on; record with record.also=[{name}]")
-        return found.to(self.device)
 
     def check_width(self, name: str, features: Tensor, want: int) -> None:
         """Raises a ValueError with both sides where the model shows a token otherwise than the one that this gate was trained for."""
@@ -90,15 +73,3 @@ class HiddenGate(BornGate):
             chosen = torch.randperm(len(trace.ids), generator=batch.generator(trace, "tokens"))[:tokens].to(self.device)
             features, wanted = features[:, chosen], wanted[..., chosen]
         return self(features, slice(None)), wanted
-
-
-def stacked_linear(num_layers: int, size: int, width: int) -> nn.Parameter:
-    """[layers, size, width] weights of one linear map per layer, drawn as nn.Linear draws them."""
-    return nn.Parameter(torch.empty(num_layers, size, width).uniform_(-(size**-0.5), size**-0.5))
-
-
-def refuse_below(least: int, **knobs: int) -> None:
-    """Raises a ValueError for the first knob that is below `least`."""
-    for name, value in knobs.items():
-        if value < least:
-            raise ValueError(f"{name}={value} is below {least}; give {least} or more")

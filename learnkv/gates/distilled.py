@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learnkv.gates.base import Batch, Gate, Held
+from learnkv.gates.base import Gate, Held
 from learnkv.gates.soft import Attend, recomputed, soft_attention
+from learnkv.geometry import max_positions
 from learnkv.names import unknown
 from learnkv.traces.format import Continuation, Trace
 
@@ -62,6 +63,7 @@ def answer_of(asked: Continuation) -> Tensor:
 class DistilledGate(Gate):
     """A gate whose loss runs its base model twice over each trace's sequence: once as it is, once with the gate in its attention."""
 
+    LEARNS_FROM_IDS = True
     held: Held | None = None
 
     def meet(self, model: PreTrainedModel) -> None:
@@ -74,19 +76,9 @@ class DistilledGate(Gate):
             raise ValueError(f"the {self.METHOD} gate trains by running its base model; call gate.meet(model) before")
         return self.held.model.to(self.device)  # type: ignore[arg-type]
 
-    def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """See `Gate.loss`; one trace after the other, so that none is padded."""
-        per_trace = torch.stack([self.trace_loss(batch, trace) for trace in batch.traces])
-        return {"loss": per_trace.mean(), "losses": per_trace.detach()}
-
-    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
-        """[] loss of one trace."""
-        raise NotImplementedError
-
     def sequence_of(self, trace: Trace, learn_from: str) -> tuple[Sequence, Tensor]:
         """The trace's sequence and the rows to learn from; a trace without any is refused by its id."""
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
-        sequence = Sequence.of(trace, self.device, positions)
+        sequence = Sequence.of(trace, self.device, max_positions(self.model))
         rows = sequence.rows(learn_from)
         if not len(rows):
             raise ValueError(f"trace {trace.id} has no rows to learn from (gate.learn_from={learn_from}); record questions with answers")
@@ -99,13 +91,6 @@ class DistilledGate(Gate):
             plain = run().logits[0]
         with soft_attention(self.model, attend):
             return plain, run().logits[0]
-
-    def inputs_of(self, trace: Trace, name: str) -> Tensor:
-        """[layers, n, M] a field of the trace on the gate's device; a trace that lacks it is refused by its id."""
-        inputs: Tensor | None = getattr(trace, name)
-        if inputs is None:
-            raise ValueError(f"trace {trace.id} holds no {name}, which {self.METHOD} scores by; record with record.also=[{name}]")
-        return inputs.to(self.device)
 
 
 def divergence(plain: Tensor, gated: Tensor, direction: str) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkv.gates.base import Batch
+from learnkv.gates.base import Batch, refuse_below
 from learnkv.gates.distilled import DIRECTIONS, LEARN_FROM, DistilledGate, check_choice, divergence
 from learnkv.gates.soft import Seen, gated_attention, per_row
 from learnkv.models import BaseModel
@@ -36,9 +36,7 @@ class DMSConfig:
     def __post_init__(self) -> None:
         check_choice("divergence", self.divergence, DIRECTIONS)
         check_choice("learn_from", self.learn_from, LEARN_FROM)
-        for name in ("window", "ratio_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} counts from 1; give 1 or more")
+        refuse_below(1, window=self.window, ratio_steps=self.ratio_steps)
         if not (self.temperature > 0 and self.scale > 0):
             raise ValueError(f"temperature={self.temperature} and scale={self.scale} must be above 0")
         if self.ratio < 1:
@@ -72,11 +70,6 @@ class DMS(DistilledGate):
         x = F.rms_norm(block_input.float(), block_input.shape[-1:], eps=EPSILON)
         return self.config.scale * torch.bmm(x, self.weight[layers]).float().mT - self.config.offset
 
-    def of_layer(self, layer: int, block_input: Tensor) -> Tensor:
-        """[B, H, T] what one layer's tokens [B, T, M] emit."""
-        rows = self(block_input.flatten(0, 1)[None], slice(layer, layer + 1))[0]  # [H, B * T]
-        return rows.unflatten(1, block_input.shape[:2]).transpose(0, 1)
-
     @torch.no_grad()
     def remember(self, obs: Observation) -> Tensor:
         self.check_geometry(obs)
@@ -89,7 +82,7 @@ class DMS(DistilledGate):
 
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
-        emitted = self(self.inputs_of(trace, "block_input"), slice(None))
+        emitted = self(self.recorded(trace, "block_input"), slice(None))
         return -of_next(emitted, -UNDECIDED)
 
     def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from learnkv import ops
-from learnkv.gates.base import Batch
-from learnkv.gates.born import HiddenGate, refuse_below, stacked_linear
+from learnkv.gates.base import Batch, refuse_below, stacked_linear
+from learnkv.gates.born import HiddenGate
 from learnkv.models import BaseModel
 from learnkv.traces.format import Trace
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from learnkv.gates.base import Batch, Gate
+from learnkv.gates.base import Batch, Gate, refuse_below
 from learnkv.gates.network import Branch, HeadNetwork, Heads, NetworkConfig
 from learnkv.gates.ranking import LOSSES, OVER_ALL_HEADS, UTILITY_FLOOR, Items, unprotected
 from learnkv.models import BaseModel
@@ -45,31 +45,27 @@ class KVPConfig(NetworkConfig):
                 raise unknown("input", name, INPUTS)
         if not self.inputs and self.positions == "none":
             raise ValueError("inputs=[] with positions=none leaves the gate nothing to read; give one of them")
-        for name in ("reach", "permutations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        refuse_below(1, reach=self.reach, permutations=self.permutations)
         if not 0 <= self.pooling <= 1:
             raise ValueError(f"pooling={self.pooling} is a share; give 0 to 1")
         if self.reach > MAX_REACH:
             raise ValueError(f"reach={self.reach} is no neighbourhood any more; give 1 to {MAX_REACH} positions")
-        for name, size in {"num_sinks": self.num_sinks, "num_recent": self.num_recent}.items():
-            if size < 0:
-                raise ValueError(f"{name}={size} counts tokens; give 0 or more")
+        refuse_below(0, num_sinks=self.num_sinks, num_recent=self.num_recent)
 
 
 @dataclass(frozen=True)
 class Features:
     """What KVP reads of each token; rows R are the tokens of any number of sequences.
 
-    keys, values  [l, H, R, D] any float type, keys as `KVP.as_read` gives them
     positions     [l, H, R] ordinal of the token in its sequence
     num_seen      [R] tokens of that sequence so far
+    keys, values  [l, H, R, D] any float type, keys as `KVP.as_read` gives them; None where the gate has no such branch
     """
 
-    keys: Tensor
-    values: Tensor
     positions: Tensor
     num_seen: Tensor
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
 
 class KVP(HeadNetwork, Gate):
@@ -116,9 +112,10 @@ class KVP(HeadNetwork, Gate):
         self.check_geometry(obs)
         B, H, L = obs.positions.shape
         assert obs.rope_offset is not None
-        keys = self.as_read(obs.keys, obs.positions + obs.rope_offset[:, None, None])
-        num_seen = obs.num_seen.repeat_interleave(L)
-        features = Features(rows(keys)[None], rows(obs.values)[None], rows(obs.positions)[None], num_seen)
+        taken = {name: getattr(obs, name) for name in self.config.inputs}  # each is a gather
+        read = self.as_read(taken, obs.positions + obs.rope_offset[:, None, None])
+        of_tokens = {name: rows(x)[None] for name, x in read.items()}
+        features = Features(rows(obs.positions)[None], obs.num_seen.repeat_interleave(L), **of_tokens)
         scores = self(features, slice(obs.layer, obs.layer + 1)).view(H, B, L).transpose(0, 1)
         return self.pooled(scores, obs.positions)
 
@@ -141,17 +138,24 @@ class KVP(HeadNetwork, Gate):
         """Rows of the traces side by side, each padded to the longest: R = B * n."""
         lengths = torch.tensor([len(t.ids) for t in traces], device=self.device)
         n = int(lengths.max())
-        of_traces = ([recorded(t, name)[layers].to(self.device) for t in traces] for name in INPUTS)
-        keys, values = (padded(x, n).flatten(2, 3) for x in of_traces)
+        of_traces = {name: [self.recorded(t, name, layers) for t in traces] for name in self.config.inputs}
         positions = torch.arange(n, device=self.device).repeat(len(traces))
-        return Features(self.as_read(keys, positions), values, positions.expand(keys.shape[:3]), lengths.repeat_interleave(n))
+        read = self.as_read({name: padded(x, n).flatten(2, 3) for name, x in of_traces.items()}, positions)
+        heads = len(range(self.base.num_layers)[layers]), self.base.num_kv_heads
+        return Features(positions.expand(*heads, -1), lengths.repeat_interleave(n), **read)
 
-    def as_read(self, keys: Tensor, rope_positions: Tensor) -> Tensor:
-        """[..., D] the keys as the key branch reads them: in float32 without RoPE, or as they are where the config says so."""
+    def trace_items(self, batch: Batch, layers: slice) -> Items:
+        """What the loss ranks, padded as `trace_features` pads."""
+        utilities = [self.recorded(t, "utility", layers) for t in batch.traces]
+        lengths = torch.tensor([u.shape[-1] for u in utilities], device=self.device)
+        return Items(padded(utilities, int(lengths.max())), lengths, batch, layers.start)
+
+    def as_read(self, taken: dict[str, Tensor], rope_positions: Tensor) -> dict[str, Tensor]:
+        """Inputs [..., D] by name as the branches read them: keys in float32 without RoPE, or as they are where the config says so."""
         if not self.turns:
-            return keys
+            return taken
         angle = rope_positions[..., None] * self.frequencies
-        return turn_back(keys.float(), angle.cos(), angle.sin())
+        return taken | {"keys": turn_back(taken["keys"].float(), angle.cos(), angle.sin())}
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """See `Gate.loss`.  The loss is summed over heads: an agent's gradient does not depend on how many there are."""
@@ -164,7 +168,7 @@ class KVP(HeadNetwork, Gate):
     def layers_loss(self, batch: Batch, layers: slice) -> tuple[Tensor, Tensor]:
         """(loss, reward), both [l, H, B], of a run of layers."""
         config = self.config
-        features, items = self.trace_features(batch.traces, layers), trace_items(batch, layers, self.device)
+        features, items = self.trace_features(batch.traces, layers), self.trace_items(batch, layers)
         scores = self(features, layers).view(items.utility.shape)
         return LOSSES[config.loss](*unprotected(scores, items, config.num_sinks, config.num_recent), config.permutations)
 
@@ -199,7 +203,7 @@ class KVP(HeadNetwork, Gate):
         nn.init.ones_(self.scale)
         nn.init.zeros_(self.shift)
         scores = torch.cat([self.trace_scores(t) for t in traces], -1)
-        target = (torch.cat([utility_of(t) for t in traces], -1).to(scores.device) + UTILITY_FLOOR).log()
+        target = (torch.cat([self.recorded(t, "utility") for t in traces], -1) + UTILITY_FLOOR).log()
         slope, offset = positive_fit(scores, target)
         self.scale.copy_(slope)
         self.shift.copy_(offset)
@@ -244,26 +248,11 @@ def rows(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def recorded(trace: Trace, name: str) -> Tensor:
-    """[layers, H, n, D] the trace's keys or values."""
-    found: Tensor | None = getattr(trace, name)
-    if found is None:
-        raise ValueError(f"trace {trace.id} holds no {name}, which kvp reads; record with mode=targets")
-    return found
-
-
 def refuse_infinite(traces: Sequence[Trace], name: str) -> None:
     """A single value would spoil the statistics."""
     for trace in traces:
-        if not recorded(trace, name).isfinite().all():
+        if not getattr(trace, name).isfinite().all():
             raise ValueError(f"trace {trace.id}: its {name} are not all finite; record it again or leave it out")
-
-
-def trace_items(batch: Batch, layers: slice, device: torch.device) -> Items:
-    """What the loss ranks, padded as `trace_features` pads."""
-    utilities = [utility_of(t)[layers].to(device) for t in batch.traces]
-    lengths = torch.tensor([u.shape[-1] for u in utilities], device=device)
-    return Items(padded(utilities, int(lengths.max())), lengths, batch, layers.start)
 
 
 def padded(tensors: list[Tensor], n: int) -> Tensor:
@@ -275,10 +264,3 @@ def padded(tensors: list[Tensor], n: int) -> Tensor:
     for b, t in enumerate(tensors):
         out[:, :, b, : t.shape[2]] = t
     return out
-
-
-def utility_of(trace: Trace) -> Tensor:
-    """[layers, H, n] the trace's target."""
-    if "utility" not in trace.targets:
-        raise ValueError(f"trace {trace.id} has targets {sorted(trace.targets)}, kvp trains on 'utility'; record with mode=targets")
-    return trace.targets["utility"]

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkv.gates.base import Batch
-from learnkv.gates.born import BornGate, refuse_below, stacked_linear
+from learnkv.gates.base import Batch, refuse_below, stacked_linear
+from learnkv.gates.born import BornGate
 from learnkv.models import BaseModel
 from learnkv.observation import Observation
 from learnkv.rope import turn_back

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnkv import ops
+from learnkv.gates.base import refuse_below
 from learnkv.names import unknown
 
 
@@ -29,9 +30,7 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         if self.positions not in POSITIONS:
             raise unknown("positions", self.positions, POSITIONS)
-        for name in ("branch_width", "width", "depth", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        refuse_below(1, branch_width=self.branch_width, width=self.width, depth=self.depth, max_positions=self.max_positions)
 
 
 @dataclass(frozen=True)

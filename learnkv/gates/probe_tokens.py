@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkv.capture import capture, decoder_of, evictable_layers, filled_cache
-from learnkv.gates.base import Batch, Gate, Held
+from learnkv.gates.base import Batch, Gate, Held, refuse_below
 from learnkv.models import BaseModel, PreTrainedModel
 from learnkv.observation import Observation, Probe, ProbeScorer, pooled, refuse_kernel
 from learnkv.traces.format import Trace
@@ -28,8 +28,7 @@ class ProbeTokensConfig:
     kernel_size: int = 7  # slots of the max-pooling of a served score, odd; 0 or 1 for none
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 1:
-            raise ValueError(f"num_tokens={self.num_tokens} counts rows; give 1 or more")
+        refuse_below(1, num_tokens=self.num_tokens)
         refuse_kernel(self.kernel_size)
 
 
@@ -149,24 +148,12 @@ class ProbeTokens(ProbeScorer, Gate):
         filled = torch.ones(keys.shape[:4], dtype=torch.bool, device=keys.device)
         return self(Rows(queries, own_keys, keys, filled, torch.tensor(softmax_scales(decoder, layers), device=keys.device)))
 
-    def recorded(self, trace: Trace, name: str) -> Tensor:
-        """The trace's keys, values or a target."""
-        found: Tensor | None = getattr(trace, name, None) if name not in self.READS else trace.targets.get(name)
-        if found is None:
-            raise ValueError(
-                f"trace {trace.id} holds no {name}, which {self.METHOD} reads; record with recipe={self.METHOD} "
-                "(record.mode=targets, record.also=[attention])"
-            )
-        return found
-
-    def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """See `Gate.loss`; the traces of a batch run one after the other."""
-        losses = torch.stack([self.distance(self.target_of(trace), self.shares_of(trace)[:, 0]) for trace in batch.traces])
-        return {"loss": losses.mean(), "losses": losses.detach()}
+    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
+        return self.distance(self.target_of(trace), self.shares_of(trace)[:, 0])
 
     def target_of(self, trace: Trace) -> Tensor:
         """[layers, Q, n] attention of the response, mean over its rows; of several responses the mean."""
-        return self.recorded(trace, "attention").to(self.device) / max(1, len(trace.questions))
+        return self.recorded(trace, "attention") / max(1, len(trace.questions))
 
     def distance(self, target: Tensor, shares: Tensor) -> Tensor:
         """[] how far the rows' attention lies from the response's, both [layers, Q, n]."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkv.gates.base import Batch
+from learnkv.gates.base import Batch, refuse_below, stacked_linear, uniform
 from learnkv.gates.distilled import LEARN_FROM, DistilledGate, check_choice, divergence
 from learnkv.gates.soft import Change, Seen, blocks_of_rows, gated_attention, per_row, recomputed
 from learnkv.models import BaseModel
@@ -32,9 +32,7 @@ class TrimKVConfig:
     def __post_init__(self) -> None:
         check_choice("form", self.form, tuple(FORMS))
         check_choice("learn_from", self.learn_from, LEARN_FROM)
-        for name in ("width", "budget"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} counts from 1; give 1 or more")
+        refuse_below(1, width=self.width, budget=self.budget)
         if self.capacity < 0:
             raise ValueError(f"capacity={self.capacity} is the weight of a loss; give 0 or more")
 
@@ -60,20 +58,15 @@ class TrimKV(DistilledGate):
     def __init__(self, config: TrimKVConfig, base: BaseModel) -> None:
         super().__init__(config, base)
         L, M, W, H = base.num_layers, base.hidden_size, config.width, base.num_kv_heads
-        self.inner = nn.Parameter(uniform(M, L, M, W))
-        self.inner_bias = nn.Parameter(uniform(M, L, 1, W))
-        self.outer = nn.Parameter(uniform(W, L, W, H))
+        self.inner = stacked_linear(L, M, W)
+        self.inner_bias = uniform(M, L, 1, W)
+        self.outer = stacked_linear(L, W, H)
         self.outer_bias = nn.Parameter(torch.full((L, 1, H), config.bias))
 
     def forward(self, hidden: Tensor, layers: slice) -> Tensor:
         """[l, H, R] float32 log beta of rows [l, R, M] by the weights of `layers`."""
         x = F.silu(torch.baddbmm(self.inner_bias[layers], hidden.float(), self.inner[layers]))
         return F.logsigmoid(torch.baddbmm(self.outer_bias[layers], x, self.outer[layers]).float()).mT
-
-    def of_layer(self, layer: int, hidden: Tensor) -> Tensor:
-        """[B, H, T] log beta of one layer's hidden [B, T, M]."""
-        rows = self(hidden.flatten(0, 1)[None], slice(layer, layer + 1))[0]  # [H, B * T]
-        return rows.unflatten(1, hidden.shape[:2]).transpose(0, 1)
 
     @torch.no_grad()
     def remember(self, obs: Observation) -> Tensor:
@@ -87,7 +80,7 @@ class TrimKV(DistilledGate):
 
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
-        log_beta = self(self.inputs_of(trace, "hidden"), slice(None))
+        log_beta = self(self.recorded(trace, "hidden"), slice(None))
         return worth(log_beta, torch.arange(len(trace.ids), 0, -1, device=self.device))
 
     def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
@@ -102,11 +95,6 @@ class TrimKV(DistilledGate):
         said = F.cross_entropy(gated.float(), sequence.ids[rows + 1])
         retained = capacity_loss(torch.cat(log_betas), self.config.budget).mean()
         return divergence(plain, gated, "forward") + said + self.config.capacity * retained
-
-
-def uniform(fan_in: int, *shape: int) -> Tensor:
-    """Uniform within 1 / sqrt(fan_in) of 0, as torch's Linear begins."""
-    return torch.empty(shape).uniform_(-(fan_in**-0.5), fan_in**-0.5)
 
 
 def worth(log_beta: Tensor, age: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -29,7 +29,7 @@ class ChatSpans:
     messages    the text of each message, in their order
     """
 
-    ids: list[int]
+    ids: list[int] = field(repr=False)
     system: Span | None
     tools: Span | None
     first_user: Span | None

@@ -6,6 +6,7 @@ import json
 import stat
 from pathlib import Path
 from random import Random
+from typing import TextIO
 
 from learnkv.names import unknown
 from learnkv.prompts.haystack import SPLITS, Split
@@ -73,11 +74,23 @@ def read_text(path: Path) -> str:
         mode = path.stat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)):  # reading a folder says what it is
             raise ValueError(f"{path} is a device or socket, which may have no end; give a text file, or a pipe")
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read() if stat.S_ISREG(mode) else read_pipe(file, str(path))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text ({error}); save it as UTF-8") from error
     except OSError as error:
         raise ValueError(f"{path} can't be read ({error.strerror}); give a text file, or .jsonl") from error
+
+
+def read_pipe(pipe: TextIO, where: str) -> str:
+    """All text that a pipe gives; one that gives more than a pipe should has perhaps no end, and is refused."""
+    text = pipe.read(MOST_PIPED + 1)
+    if len(text) > MOST_PIPED:
+        raise ValueError(f"{where} gives more than {MOST_PIPED:,} characters, and may have no end; save it to a file first")
+    return text
+
+
+MOST_PIPED = 1 << 27  # characters
 
 
 def from_record(path: Path, number: int, line: str) -> Prompt:
@@ -90,8 +103,11 @@ def from_record(path: Path, number: int, line: str) -> Prompt:
     if not isinstance(row, dict):
         raise ValueError(f"{path}, line {number} holds a {type(row).__name__}; write one object with context, question, answer per line")
     for key in ("context", "question", "answer"):
-        if not isinstance(row.get(key), str) or (key != "question" and not str(row[key]).strip()):
-            raise ValueError(f"{path}, line {number}: {key!r} is {row.get(key)!r}; every line needs the texts context, question and answer")
+        text = row.get(key)
+        if text is None or (key != "question" and not str(text).strip()):
+            raise ValueError(f"{path}, line {number} has no {key}; every line needs the texts context, question and answer")
+        if not isinstance(text, str):
+            raise ValueError(f"{path}, line {number}: {key!r} is {text!r}, which is no text; write it in quotes")
     prefix = row.get("answer_prefix", "")
     if not isinstance(prefix, str):
         raise ValueError(f"{path}, line {number}: 'answer_prefix' is {prefix!r}; give a text, or leave it out")

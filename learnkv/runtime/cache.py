@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 from learnkv import budgets
 from learnkv.capture import blocks_of, decoder_of, evictable_layers, query_projection
 from learnkv.counts import check_count
-from learnkv.geometry import kv_shape, removable_frequencies
+from learnkv.geometry import kv_shape, max_positions, removable_frequencies
 from learnkv.names import given
 from learnkv.observation import Probe, Scorer
 from learnkv.policy import Policy
@@ -270,14 +270,14 @@ class EvictionCache(Cache):
         lost = [pin for pin in self.pins if pin[0] >= B]
         if lost:
             raise ValueError("pin(row={}, start={}, stop={}): the forward has {} rows, counted from 0".format(*lost[0], B))
-        columns, announced = self.get_seq_length(), self.prefill_length or 0
+        columns, announced, num_new = self.get_seq_length(), self.prefill_length or 0, real.sum(-1)
         step = Step(
             seats=self.seats,
             num_layers=len(self.states),
             window=max((seat.scorer.observation_window for seat in self.seats), default=0),
             positions=torch.where(real, seen[:, None] + real.cumsum(-1) - 1, -1),
-            num_new=real.sum(-1),
-            num_seen=seen + real.sum(-1),
+            num_new=num_new,
+            num_seen=seen + num_new,
             next_rope=torch.maximum(next_rope, rope.masked_fill(~real, -1).amax(-1) + 1),
             prefill=T > 1 or first or columns < announced,
             complete=columns + T >= announced,
@@ -393,7 +393,7 @@ class EvictionCache(Cache):
         sliding = [(layer, vars(layer).copy()) for layer in self.sliding]
         for layer, before in sliding:
             layer.keys, layer.values = (before[name][probe.row : probe.row + 1] for name in ("keys", "values"))
-        refuse_beyond_positions(model, probe.probe)
+        refuse_late_rows(model, probe.probe)
         decoder = model if probe.probe.decoder is None else cast(PreTrainedModel, probe.probe.decoder)
         rows = probe.probe.rows.to(probe.base.positions.device)[None]
         mask = probe.base.attention_mask
@@ -415,10 +415,10 @@ def as_input(rows: Tensor, decoder: PreTrainedModel) -> dict[str, Tensor]:
     return {"inputs_embeds": rows.to(decoder.dtype)} if rows.is_floating_point() else {"input_ids": rows}
 
 
-def refuse_beyond_positions(model: PreTrainedModel, probe: Probe) -> None:
+def refuse_late_rows(model: PreTrainedModel, probe: Probe) -> None:
     """Raises a ValueError where a probe's rows end past the model's positions: what they would attend to means nothing."""
-    end, limit = probe.position + len(probe.rows), getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and end > limit:
+    end, limit = probe.position + len(probe.rows), max_positions(model)
+    if end > limit:
         raise ValueError(
             f"a probe of {len(probe.rows)} rows after the prompt ends at position {end}, the model has {limit}; "
             "shorten the prompt, or take smaller probes (kvzip: chunk_size)"

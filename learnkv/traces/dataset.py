@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -34,6 +34,7 @@ class TraceDataset(Dataset[Trace]):
         self.folder = Path(folder)
         self.config = read_config(self.folder)
         self.model = model
+        self.also = frozenset(cast(list[str], self.config.settings.get("also", [])))
         self.rows = read_manifest(self.folder)
         self.verified: set[str] = set()
         if base_model is not None:
@@ -65,7 +66,22 @@ class TraceDataset(Dataset[Trace]):
         row = self.rows[index]
         trace = read_trace(self.folder, row, verify=row["id"] not in self.verified)
         self.verified.add(row["id"])
-        return recompute(trace, self.model, self.config.settings) if trace.keys is None and self.model is not None else trace
+        return recompute(trace, self.model, self.config.settings, self.also) if trace.keys is None and self.model is not None else trace
+
+    def reading(self, also: Iterable[str]) -> TraceDataset:
+        """The same traces for who reads, beside what every trace holds, the names `also` of `learnkv.traces.measure.ALSO` alone.
+
+        It is what traces of mode=ids recompute, whether it was in record.also or not; what was stored stays.
+        """
+        narrow = copy.copy(self)
+        narrow.also = frozenset(also)
+        return narrow
+
+    def ids_only(self) -> TraceDataset:
+        """The same traces for who reads token ids alone: those of mode=ids are not recomputed."""
+        bare = copy.copy(self)
+        bare.model = None
+        return bare
 
     def split(self, name: str) -> TraceDataset:
         """The traces of one split, "train" or "heldout"."""
@@ -87,8 +103,8 @@ class TraceDataset(Dataset[Trace]):
         return torch.randperm(len(self), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
 
 
-def recompute(trace: Trace, model: PreTrainedModel, settings: dict[str, object]) -> Trace:
-    """What mode=ids left out, as mode=targets would have stored it; `settings` are the folder's."""
+def recompute(trace: Trace, model: PreTrainedModel, settings: dict[str, object], also: Collection[str]) -> Trace:
+    """What mode=ids left out, as mode=targets would have stored it; `settings` are the folder's, `also` names more."""
     # every response was recorded, so none is generated
     return measure(
         model,
@@ -97,5 +113,5 @@ def recompute(trace: Trace, model: PreTrainedModel, settings: dict[str, object])
         over_questions=cast(OverQuestions, settings["over_questions"]),
         max_new_tokens=0,
         cuts=cast(int, settings["cuts"]),
-        also=cast(list[str], settings.get("also", [])),
+        also=also,
     )

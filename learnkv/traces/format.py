@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from glob import escape
 from pathlib import Path
@@ -202,22 +200,6 @@ def alive(process: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-@contextmanager
-def alone(folder: Path, doing: str) -> Iterator[None]:
-    """Holds a folder that exists for one process, until the end of the block or of the process, however it ends.
-
-    Raises ValueError where another holds it; `doing` is what that one does, "recording into".
-    """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ValueError(f"another process is {doing} {folder}; wait for it, or stop it: what it has done stays") from error
-    finally:
-        os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:

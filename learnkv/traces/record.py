@@ -17,6 +17,8 @@ from torch import distributed
 from tqdm import tqdm
 
 from learnkv import prompts, reconstruction
+from learnkv.geometry import max_positions
+from learnkv.locks import alone
 from learnkv.models import DTYPES, PreTrainedModel, describe
 from learnkv.names import unknown
 from learnkv.prompts import Prompt
@@ -214,7 +216,7 @@ def plan_recording(
         found = format.read_config(folder)
         check_same(folder, found, config)
         config, settings = found, replace(settings, also=cast(list, found.settings.get("also", [])))
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(model)
     jobs = {
         prompt.id: bare_trace(tokenizer, prompt, f"prompt {i} (id {prompt.id}, kind {prompt.kind})", settings, limit)
         for i, prompt in enumerate(asked)
@@ -238,7 +240,7 @@ def settings_side_by_side(found: dict, wanted: dict) -> list[tuple[str, object, 
     return [(name, found.get(name), wanted.get(name)) for name in sorted(found.keys() | wanted.keys())]
 
 
-def bare_trace(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: RecordSettings, limit: int | None) -> Trace:
+def bare_trace(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: RecordSettings, limit: float) -> Trace:
     """The prompt's tokens as a trace without tensors; what can't be recorded is refused, `record` saying which one it is."""
     encoded = [encode(tokenizer, prompt, question) for question in prompt.questions]
     if not encoded:
@@ -258,9 +260,9 @@ def bare_trace(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: Reco
     return replace(trace, repeat_whole=whole, repeat_onward=onward)
 
 
-def refuse_beyond(limit: int | None, record: str, num_context: int, num_after: int) -> None:
+def refuse_beyond(limit: float, record: str, num_context: int, num_after: int) -> None:
     """Refuses what ends past the model's positions."""
-    if limit is not None and num_context + num_after > limit:
+    if num_context + num_after > limit:
         total = f"{num_context} tokens of context and {num_after} after it"
         raise ValueError(f"{record} has {total}, the model has {limit} positions; shorten it")
 
@@ -423,7 +425,7 @@ class Packer:
 def prepared(plan: Plan) -> Iterator[None]:
     """The folder with its settings, without what a killed run left half written, and closed to other recordings for the while."""
     (plan.folder / PARTS).mkdir(parents=True, exist_ok=True)
-    with format.alone(plan.folder, "recording into"):
+    with alone(plan.folder, "recording into"):
         for path in [*plan.folder.glob("*.tmp"), *(plan.folder / PARTS).glob("*.tmp")]:
             path.unlink()
         if not (plan.folder / format.CONFIG).exists():
