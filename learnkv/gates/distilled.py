@@ -60,7 +60,10 @@ def answer_of(asked: Continuation) -> Tensor:
 
 
 class DistilledGate(Gate):
-    """A gate whose loss runs its base model twice over each trace's sequence: once as it is, once with the gate in its attention."""
+    """A gate whose loss runs its base model twice over each trace's sequence: once as it is, once with the gate in its attention.
+
+    A twin trained on shuffled lessons (`Batch.shuffled`) has each row learn what the plain model says in another one.
+    """
 
     held: Held | None = None
 
@@ -83,22 +86,22 @@ class DistilledGate(Gate):
         """[] loss of one trace."""
         raise NotImplementedError
 
-    def sequence_of(self, trace: Trace, learn_from: str) -> tuple[Sequence, Tensor]:
-        """The trace's sequence and the rows to learn from; a trace without any is refused by its id."""
+    def sequence_of(self, batch: Batch, trace: Trace, learn_from: str) -> tuple[Sequence, Tensor, Tensor]:
+        """The trace's sequence, its rows [R] that learn and those that each learns from; a trace without any is refused by its id."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
         sequence = Sequence.of(trace, self.device, positions)
         rows = sequence.rows(learn_from)
         if not len(rows):
             raise ValueError(f"trace {trace.id} has no rows to learn from (gate.learn_from={learn_from}); record questions with answers")
-        return sequence, rows
+        return sequence, rows, rows[batch.order(trace, len(rows)).to(self.device)]
 
-    def both_logits(self, ids: Tensor, rows: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """(plain, gated) logits [R, V] of `rows` of a sequence [T]."""
-        run = partial(self.model, input_ids=ids[None], use_cache=False, logits_to_keep=rows)
+    def both_logits(self, ids: Tensor, rows: Tensor, teachers: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """(plain, gated) logits [R, V] of a sequence [T]: plain ones of the rows `teachers`, gated ones of `rows`."""
+        run = partial(self.model, input_ids=ids[None], use_cache=False)
         with torch.no_grad():
-            plain = run().logits[0]
+            plain = run(logits_to_keep=teachers).logits[0]
         with soft_attention(self.model, attend):
-            return plain, run().logits[0]
+            return plain, run(logits_to_keep=rows).logits[0]
 
     def inputs_of(self, trace: Trace, name: str) -> Tensor:
         """[layers, n, M] a field of the trace on the gate's device; a trace that lacks it is refused by its id."""
