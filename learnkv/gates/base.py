@@ -115,6 +115,10 @@ class Gate(Scorer, nn.Module):
         """
         raise NotImplementedError
 
+    def model_tokens(self, n: int) -> int:
+        """Tokens that the loss runs through the base model, there and back, on a trace of n with its questions; none by default."""
+        return 0
+
     def meet(self, model: PreTrainedModel) -> None:
         """Told the base model before training; a gate whose loss runs it keeps it in a `Held`, the others do not look."""
 

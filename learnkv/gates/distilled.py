@@ -70,6 +70,9 @@ class DistilledGate(Gate):
     def meet(self, model: PreTrainedModel) -> None:
         self.held = Held(model)
 
+    def model_tokens(self, n: int) -> int:
+        return 3 * n  # the plain run, the gated one and the way back
+
     @property
     def model(self) -> PreTrainedModel:
         """The base model, where the gate is."""
