@@ -16,7 +16,18 @@ from learnkv.models import DTYPES, PreTrainedModel, describe, load_architecture,
 from learnkv.prompts import Prompt
 from learnkv.reconstruction import CHUNK_SIZE, ONWARD, OVERLAP, WHOLE
 from learnkv.traces.format import Continuation, Trace
-from learnkv.traces.record import Plan, RecordSettings, bytes_needed, free_bytes, one_by_one, own_prompts, trace_bytes, trace_config, wanted
+from learnkv.traces.record import (
+    Plan,
+    RecordSettings,
+    bytes_needed,
+    free_bytes,
+    one_by_one,
+    own_prompts,
+    refuse_beyond,
+    trace_bytes,
+    trace_config,
+    wanted,
+)
 from learnkv.traces.targets import RECONSTRUCTIONS
 from learnkv.training import TrainSettings
 
@@ -53,9 +64,20 @@ def outline(model_name: str, settings: RecordSettings, path: str = "") -> Outlin
     if not path:
         refuse_beyond_positions(model, "record.num_tokens", settings.num_tokens)
     jobs = jobs_of(settings, path)
+    if not path:
+        refuse_long(model, jobs, settings)
     config, folder = trace_config(model, settings), Path(settings.folder)
     needed = bytes_needed([trace_bytes(config, settings, job) for job in jobs], settings)
     return Outline(model, Plan(folder, config, settings, jobs, frozenset(job.id for job in jobs), needed, free_bytes(folder)))
+
+
+def refuse_long(model: PreTrainedModel, jobs: list[Trace], settings: RecordSettings) -> None:
+    """Refuses contexts that leave the model no positions for what follows them."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for job in jobs:
+        after = [len(asked.question) + num_answer(asked, settings) for asked in job.questions]
+        rows = [count(ONWARD) + OVERLAP + min(len(job.ids), CHUNK_SIZE)] if repeated(settings) else []
+        refuse_beyond(limit, f"a prompt of kind {job.kind}", len(job.ids), max(after + rows))
 
 
 def jobs_of(settings: RecordSettings, path: str) -> list[Trace]:
@@ -83,8 +105,16 @@ def job_of(name: str, prompt: Prompt, num_context: int, settings: RecordSettings
         Continuation(empty(0 if inside else question), empty(count(asked.answer)), empty(0))
         for question, asked in zip(questions, prompt.questions, strict=True)
     ]
-    repeats = {"repeat_whole": empty(count(WHOLE)), "repeat_onward": empty(count(ONWARD))} if repeated(settings) else {}
-    return Trace(name, prompt.kind, prompt.split, empty(num_context + (questions[0] if inside else 0)), asked, **repeats)
+    whole, onward = (empty(count(text)) if repeated(settings) else None for text in (WHOLE, ONWARD))
+    return Trace(
+        name,
+        prompt.kind,
+        prompt.split,
+        empty(num_context + (questions[0] if inside else 0)),
+        asked,
+        repeat_whole=whole,
+        repeat_onward=onward,
+    )
 
 
 def count(text: str) -> int:
@@ -119,7 +149,11 @@ def measured_tokens(job: Trace, settings: RecordSettings) -> int:
 
 def continued_tokens(job: Trace, settings: RecordSettings) -> int:
     """Of all questions and what follows them."""
-    return sum(len(q.question) + (settings.max_new_tokens if settings.future == "response" else len(q.answer)) for q in job.questions)
+    return sum(len(asked.question) + num_answer(asked, settings) for asked in job.questions)
+
+
+def num_answer(asked: Continuation, settings: RecordSettings) -> int:
+    return settings.max_new_tokens if settings.future == "response" else len(asked.answer)
 
 
 def trained_tokens(found: Outline, gate: Gate, train: TrainSettings) -> int:
