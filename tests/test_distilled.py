@@ -109,6 +109,8 @@ def test_a_batch_is_the_mean_of_its_traces(name):
     together = gate.loss(batch_of(*traces))
     assert torch.allclose(together["losses"], alone, atol=1e-5)
     assert together["loss"].item() == pytest.approx(alone.mean().item(), abs=1e-5)
+    together["loss"].backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in gate.parameters())
 
 
 @every_gate

@@ -85,9 +85,12 @@ class DuoAttention(DistilledGate):
         share = torch.arange(1, n + 1, device=self.device) / (n + 1)
         return self(share.expand(*self.alpha.shape, n), slice(None))
 
-    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
         with torch.no_grad():
             self.alpha.clamp_(0, 1)  # here rather than after the step, as the authors do
+        return super().loss(batch)
+
+    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
         sequence, rows, teachers = self.sequence_of(batch, trace, "answers")
         run = partial(self.model.get_decoder(), input_ids=sequence.ids[None], use_cache=False)
         with torch.no_grad():

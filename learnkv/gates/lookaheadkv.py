@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnkv.capture import decoder_of
-from learnkv.gates.adapter import Adapter, Twin
+from learnkv.gates.adapter import Adapter, Twin, refuse_lacking
 from learnkv.gates.probe_tokens import ProbeTokens, ProbeTokensConfig, Rows
 from learnkv.models import BaseModel, PreTrainedModel
 from learnkv.observation import Probe
@@ -57,6 +57,10 @@ class LookaheadKV(ProbeTokens):
         self.adapter = Adapter(base, config.rank, config.alpha)
         self.own = Own()
         self.bound = Bound()
+
+    def meet(self, model: PreTrainedModel) -> None:
+        super().meet(model)
+        refuse_lacking(decoder_of(model), [path for path, _, _ in self.adapter.targets()])
 
     def forward(self, rows: Rows) -> Tensor:
         """[l, B, Q, L] float32 as `ProbeTokens.forward`, normalised over the prompt."""
