@@ -29,9 +29,10 @@ from transformers import (
 from transformers.utils import logging
 
 from learnkv import assets
-from learnkv.capture import evictable_layers
-from learnkv.geometry import kv_shape, max_positions, removable_frequencies
+from learnkv.capture import decoder_of, evictable_layers
+from learnkv.geometry import REMOVABLE, kv_shape, max_positions, removable_frequencies
 from learnkv.names import nearest, unknown
+from learnkv.rope import rotary_frequencies
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,31 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTraine
     return model.eval().requires_grad_(False), tokenizer
 
 
-HASHES: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # of models whose weights were converted since
+HASHES: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # of models whose weights were converted since, or never loaded
+
+
+def load_architecture(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of `load_model` on the meta device: its configuration is read, its weights are not, so that its hash is "".
+
+    Raises ValueError as `load_model` does.  That its RoPE can be taken off is not tried but taken for granted.
+    """
+    source = bundled_folder(name) if name in BUNDLED else name
+    config = load_config(name, source)
+    refuse_unsupported(name, config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.config.name_or_path = name
+    HASHES[model], REMOVABLE[model] = "", configured_frequencies(model)
+    return model.eval().requires_grad_(False)
+
+
+def configured_frequencies(model: PreTrainedModel) -> tuple[float, ...]:
+    """The RoPE frequencies of a model without weights."""
+    for module in decoder_of(model).modules():
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+            anew: Any = type(module)(module.config)  # type: ignore[call-arg, arg-type]
+            return tuple(rotary_frequencies(anew)[0].tolist())
+    return ()
 
 
 def refuse_long_contexts(model: PreTrainedModel, key: str, sizes: Sequence[int]) -> None:

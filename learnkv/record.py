@@ -1,6 +1,7 @@
 """Record traces: full-cache passes over prompts, with the attention that each cached token received later.
 
 python -m learnkv.record recipe=kvp
+python -m learnkv.record recipe=kvp dry=true                    says what it would take, and ends
 python -m learnkv.record recipe=kvp prompts=mine.jsonl          your own prompts: JSONL with context, question, answer, or plain text
 torchrun --nproc-per-node 2 -m learnkv.record recipe=kvp        two processes share the prompts
 A stopped recording goes on at the next prompt when the same command runs again.
@@ -17,6 +18,7 @@ from datetime import timedelta
 from torch import distributed
 
 from learnkv import config
+from learnkv.estimate import outline, recording_facts, size, table
 from learnkv.models import DTYPES, load_model, refuse_long_contexts
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
@@ -29,10 +31,13 @@ class RecordCommand:
     recipe: str = "kvp"  # a shipped recipe, or a .yaml file
     model: str = "smollm2-135m"  # bundled name, hub id or folder
     prompts: str = ""  # your own prompts instead of record.kinds: JSONL with context, question, answer, or plain text
+    dry: bool = False  # says what it would take, sizes and counts; no weights are loaded, nothing runs and nothing is written
     record: RecordSettings = field(default_factory=RecordSettings)
 
 
 def run(command: RecordCommand) -> None:
+    if command.dry:
+        return dry_run(command)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # the faster process waits at the end for the slower one's last prompts
         distributed.init_process_group("gloo", timeout=timedelta(days=1))
@@ -49,6 +54,13 @@ def run(command: RecordCommand) -> None:
         conclude(command, traces)
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def dry_run(command: RecordCommand) -> None:
+    """What recording would take; refuses what it would refuse."""
+    found = outline(command.model, command.record, command.prompts)
+    print(table(recording_facts(found)))
+    found.plan.refuse_without_room()
 
 
 def announce(command: RecordCommand, plan: Plan) -> None:
@@ -69,10 +81,6 @@ def conclude(command: RecordCommand, traces: TraceDataset) -> None:
     print(f"recorded: {counts}, {size(sum(row['bytes'] for row in traces.rows))}")
     print(f"traces: {traces.folder}")
     print(f"next: python -m learnkv.train {config.arguments(command)}")
-
-
-def size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 if __name__ == "__main__":

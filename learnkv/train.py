@@ -1,6 +1,7 @@
 """Train a gate: record what is missing, train on the traces, then show it beside the heuristics on held-out prompts.
 
 python -m learnkv.train recipe=kvp
+python -m learnkv.train recipe=paper/lookaheadkv dry=true               says what it would take, and ends
 python -m learnkv.train recipe=kvp prompts=mine.jsonl name=mine         your own prompts: JSONL with context, question, answer
 torchrun --nproc-per-node 2 -m learnkv.train recipe=kvp train.batch=2   two processes share the traces of every step
 A stopped run goes on from its last checkpoint when the same command runs again; resume=never starts over.
@@ -27,6 +28,7 @@ from torch import distributed
 from learnkv import config
 from learnkv.capture import evictable_layers
 from learnkv.checkpoint import save_gate
+from learnkv.estimate import outline, recording_facts, table, training_facts
 from learnkv.evaluation.compare import QUICK, quick_table, served
 from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
@@ -66,6 +68,7 @@ class TrainCommand:
     runs: str = "checkpoints/runs"  # folder of the runs
     resume: Literal["auto", "never"] = "auto"  # auto goes on from the run's last checkpoint, never starts over
     table: int = 8  # held-out prompts that are answered for the last table, two questions of each at most; 0 leaves it out
+    dry: bool = False  # says what it would take, sizes and counts; no weights are loaded, nothing runs and nothing is written
     record: RecordSettings = field(default_factory=RecordSettings)
     gate: dict[str, Any] = field(default_factory=dict)  # the gate's knobs, see its Config
     train: TrainSettings = field(default_factory=TrainSettings)
@@ -84,6 +87,8 @@ def run(command: TrainCommand) -> None:
     refuse_lacking(command)
     command = replace(command, gate=asdict(cast(Any, gate_config)))
     folder = Path(command.runs) / (command.name or name_of(command.recipe))
+    if command.dry:
+        return dry_run(command, gate_config, folder)
     join_processes()
     if command.resume == "auto":
         refuse_other_recipe(folder, settled(command))
@@ -91,7 +96,7 @@ def run(command: TrainCommand) -> None:
     if not command.prompts:
         refuse_long_contexts(model, "record.num_tokens", command.record.num_tokens)
     asked = make_prompts(command.record, tokenizer, command.prompts)
-    refuse_one_sided(asked)
+    refuse_one_sided([prompt.split for prompt in asked])
     plan = plan_recording(model, tokenizer, asked, trace_folder(model, command.record), command.record)
     plan.refuse_without_room()
     # opened after all that can be refused: resume=never deletes
@@ -119,8 +124,23 @@ def config_of(command: TrainCommand) -> object:
     return config.build(GATES[command.method].Config, command.gate, f"recipe {command.recipe}: gate")
 
 
+def dry_run(command: TrainCommand, gate_config: object, folder: Path) -> None:
+    """What recording and training would take; refuses what they would refuse."""
+    if command.resume == "auto":
+        refuse_other_recipe(folder, settled(command))
+    found = outline(command.model, command.record, command.prompts)
+    refuse_one_sided([job.split for job in found.plan.jobs])
+    with torch.device("meta"):
+        gate = new_gate(command, gate_config, describe(found.model))
+    gate.meet(found.model)
+    print(table(recording_facts(found) | training_facts(found, gate, command.train)))
+    found.plan.refuse_without_room()
+
+
 def refuse_lacking(command: TrainCommand) -> None:
-    """Refuses a recipe whose traces lack what the method reads."""
+    """Refuses a recipe whose traces lack what the method or the cuts read."""
+    if command.train.cut == "recorded" and not command.record.cuts:
+        raise ValueError("train.cut=recorded trains on cuts, which record.cuts=0 leaves out; give record.cuts=4")
     lacking = sorted(GATES[command.method].READS - set(command.record.holds))
     if command.record.mode == "ids":  # what hangs on how the model is asked to repeat a context can't be recomputed without it
         lacking = [name for name in lacking if name in RECONSTRUCTIONS]
@@ -141,7 +161,7 @@ def join_processes() -> None:
 def settled(command: TrainCommand) -> dict[str, Any]:
     """The resolved recipe as plain values, without what has no part in the result."""
     values = cast(dict, yaml.safe_load(config.dump(command)))
-    return {key: value for key, value in values.items() if key not in ("resume", "runs", "name", "table")}
+    return {key: value for key, value in values.items() if key not in ("resume", "runs", "name", "table", "dry")}
 
 
 def refuse_other_recipe(folder: Path, wanted: dict[str, Any]) -> None:
@@ -182,12 +202,12 @@ def refuse_folder(path: Path) -> None:
         raise ValueError(f"{path} is a folder, where this command keeps a file; move it away, or give another name=...")
 
 
-def refuse_one_sided(asked: list[Prompt]) -> None:
+def refuse_one_sided(sides: list[str]) -> None:
     """Said before an hour of recording, not after it."""
     for split in ("train", "heldout"):
-        if all(prompt.split != split for prompt in asked):
+        if split not in sides:
             raise ValueError(
-                f"none of the {len(asked)} prompts is of the {split} side, and training needs both: give record.train and record.heldout "
+                f"none of the {len(sides)} prompts is of the {split} side, and training needs both: give record.train and record.heldout "
                 "1 or more, or 10 or more prompts of your own, of which every tenth is held out"
             )
 

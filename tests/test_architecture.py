@@ -25,7 +25,7 @@ ALLOWED = {
     "policy":      {"names", "counts", "ops", "observation", "budgets"},
     "prompts":     {"names"},
     "assets":      {"names", "locks"},
-    "models":      {"names", "ops", "geometry", "assets", "capture", "transformers"},
+    "models":      {"names", "ops", "rope", "geometry", "assets", "capture", "transformers"},
     "capture":     {"ops", "assets", "transformers"},
     "projection":  {"capture"},
     "reconstruction": {"ops", "observation"},
@@ -41,6 +41,7 @@ ALLOWED = {
     "kvpress_decode": {"transformers"},
     "checkpoint":  {"names", "typed", "version", "config", "gates", "models", "traces"},
     "published":   {"capture", "gates", "models"},
+    "estimate":    {"gates", "models", "prompts", "reconstruction", "traces", "training"},
 }  # fmt: skip
 COMMANDS = ("record", "train", "evaluate", "generate", "bench")
 INSIDE = {*ALLOWED, "evaluation"}

@@ -221,6 +221,7 @@ def test_traces_of_a_model_with_sliding_layers_are_refused(method):
     torch.manual_seed(0)
     kind = type(gate_of(method))
     gate = kind(kind.Config(**SMALL[method]), describe(hybrid))
-    gate.meet(hybrid)
     with pytest.raises(ValueError, match="2 sliding-window layers of 4"):
-        gate.loss(batch_of(replace(trace(24), keys=trace(24).keys[:2], values=trace(24).values[:2])))
+        gate.meet(hybrid)
+    with pytest.raises(ValueError, match="2 sliding-window layers of 4"):
+        gate.bind(hybrid).score_trace(replace(trace(24), keys=trace(24).keys[:2], values=trace(24).values[:2]))

@@ -158,6 +158,10 @@ class AdaptedTokens(ProbeTokens):
         self.own = Own()
         self.bound = Bound()
 
+    def meet(self, model: PreTrainedModel) -> None:
+        super().meet(model)
+        refuse_lacking(decoder_of(model), [path for path, _, _ in self.adapter.targets()])
+
     def bind(self, model: nn.Module) -> Self:
         decoder = decoder_of(cast(PreTrainedModel, model))
         found = self.bound.get(decoder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
@@ -25,16 +25,31 @@ EVERY = slice(None)
 
 @dataclass(frozen=True)
 class Batch:
-    """The traces of one training step, and what its random draws hang on: never on rank or order of calls."""
+    """The traces of one training step, and what its random draws hang on: never on rank or order of calls.
+
+    shuffled  for a control: what there is to learn is dealt out anew.  Targets of the traces' tokens already were; a loss that learns from
+              something else deals it out by `order`
+    """
 
     traces: Sequence[Trace]
     seed: int
     step: int
+    shuffled: bool = False
 
     def generator(self, trace: Trace, purpose: str, device: torch.device | None = None) -> torch.Generator:
         """A generator keyed by (seed, step, trace id) and what it is for."""
         key = hashlib.blake2b(f"{self.seed}/{self.step}/{trace.id}/{purpose}".encode(), digest_size=7).digest()
         return torch.Generator(device or "cpu").manual_seed(int.from_bytes(key))
+
+    def order(self, trace: Trace, count: int) -> Tensor:
+        """[count] int64 whose lesson each of `count` tokens or rows of a trace learns: its own, or where `shuffled` another's.
+
+        It is the same in every step.  Nobody keeps its own, but for one alone.
+        """
+        if not self.shuffled:
+            return torch.arange(count)
+        drawn = torch.randperm(count, generator=replace(self, step=0).generator(trace, "shuffled"))
+        return torch.empty_like(drawn).scatter(0, drawn, drawn.roll(1))  # each learns its neighbour's in the order drawn
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,10 @@ class Gate(Scorer, nn.Module):
         """[B, H, T] `forward` of one layer, where it takes rows of features: [B, T, F] of a step's tokens."""
         rows = self(features.flatten(0, 1)[None], slice(layer, layer + 1))[0]  # [H, B * T]
         return rows.unflatten(1, features.shape[:2]).transpose(0, 1)
+
+    def model_tokens(self, n: int) -> int:
+        """Tokens that the loss runs through the base model, there and back, on a trace of n with its questions; none by default."""
+        return 0
 
     def meet(self, model: PreTrainedModel) -> None:
         """Told the base model before training; a gate whose loss runs it keeps it in a `Held`, the others do not look."""

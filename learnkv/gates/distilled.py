@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learnkv.gates.base import Gate, Held
+from learnkv.gates.base import Batch, Gate, Held
 from learnkv.gates.soft import Attend, recomputed, soft_attention
 from learnkv.geometry import max_positions
 from learnkv.names import unknown
@@ -61,13 +61,19 @@ def answer_of(asked: Continuation) -> Tensor:
 
 
 class DistilledGate(Gate):
-    """A gate whose loss runs its base model twice over each trace's sequence: once as it is, once with the gate in its attention."""
+    """A gate whose loss runs its base model twice over each trace's sequence: once as it is, once with the gate in its attention.
+
+    A twin trained on shuffled lessons (`Batch.shuffled`) has each row learn what the plain model says in another one.
+    """
 
     LEARNS_FROM_IDS = True
     held: Held | None = None
 
     def meet(self, model: PreTrainedModel) -> None:
         self.held = Held(model)
+
+    def model_tokens(self, n: int) -> int:
+        return 3 * n  # the plain run, the gated one and the way back
 
     @property
     def model(self) -> PreTrainedModel:
@@ -76,21 +82,21 @@ class DistilledGate(Gate):
             raise ValueError(f"the {self.METHOD} gate trains by running its base model; call gate.meet(model) before")
         return self.held.model.to(self.device)  # type: ignore[arg-type]
 
-    def sequence_of(self, trace: Trace, learn_from: str) -> tuple[Sequence, Tensor]:
-        """The trace's sequence and the rows to learn from; a trace without any is refused by its id."""
+    def sequence_of(self, batch: Batch, trace: Trace, learn_from: str) -> tuple[Sequence, Tensor, Tensor]:
+        """The trace's sequence, its rows [R] that learn and those that each learns from; a trace without any is refused by its id."""
         sequence = Sequence.of(trace, self.device, max_positions(self.model))
         rows = sequence.rows(learn_from)
         if not len(rows):
             raise ValueError(f"trace {trace.id} has no rows to learn from (gate.learn_from={learn_from}); record questions with answers")
-        return sequence, rows
+        return sequence, rows, rows[batch.order(trace, len(rows)).to(self.device)]
 
-    def both_logits(self, ids: Tensor, rows: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """(plain, gated) logits [R, V] of `rows` of a sequence [T]."""
-        run = partial(self.model, input_ids=ids[None], use_cache=False, logits_to_keep=rows)
+    def both_logits(self, ids: Tensor, rows: Tensor, teachers: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """(plain, gated) logits [R, V] of a sequence [T]: plain ones of the rows `teachers`, gated ones of `rows`."""
+        run = partial(self.model, input_ids=ids[None], use_cache=False)
         with torch.no_grad():
-            plain = run().logits[0]
+            plain = run(logits_to_keep=teachers).logits[0]
         with soft_attention(self.model, attend):
-            return plain, run().logits[0]
+            return plain, run(logits_to_keep=rows).logits[0]
 
 
 def divergence(plain: Tensor, gated: Tensor, direction: str) -> Tensor:

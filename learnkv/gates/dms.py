@@ -87,7 +87,7 @@ class DMS(DistilledGate):
 
     def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
         config = self.config
-        sequence, rows = self.sequence_of(trace, config.learn_from)
+        sequence, rows, teachers = self.sequence_of(batch, trace, config.learn_from)
         noise = logistic_noise(batch, trace, (self.base.num_layers, self.base.num_kv_heads, len(sequence.ids))).to(self.device)
         evicted: list[Tensor] = []
 
@@ -97,7 +97,7 @@ class DMS(DistilledGate):
             log_kept = F.logsigmoid(-of_next(z, 0.0))  # whatever the last one's is: no later row sees it
             return gated_attention(seen, partial(outside_window, config.window), log_kept)
 
-        plain, gated = self.both_logits(sequence.ids, rows, attend)
+        plain, gated = self.both_logits(sequence.ids, rows, teachers, attend)
         lacking = (self.target(batch.step) - torch.stack(evicted).mean()).clamp(min=0)
         return divergence(plain, gated, config.divergence) + lacking
 

@@ -91,10 +91,10 @@ class DuoAttention(DistilledGate):
         return super().loss(batch)
 
     def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
-        sequence, rows = self.sequence_of(trace, "answers")
+        sequence, rows, teachers = self.sequence_of(batch, trace, "answers")
         run = partial(self.model.get_decoder(), input_ids=sequence.ids[None], use_cache=False)
         with torch.no_grad():
-            plain = run().last_hidden_state[0, rows].float()
+            plain = run().last_hidden_state[0, teachers].float()
         with soft_attention(self.model, self.mixed):
             gated = run().last_hidden_state[0, rows].float()
         return (gated - plain).square().mean() + self.config.weight * self.alpha.abs().mean()

@@ -71,11 +71,15 @@ class ProbeTokens(ProbeScorer, Gate):
     @torch.no_grad()
     def meet(self, model: PreTrainedModel) -> None:
         """Keeps the model for training, and starts the rows from embeddings of its own."""
+        refuse_hybrid(decoder_of(model), evictable_layers(model))
         self.held = Held(model)
         embed = cast(nn.Embedding, decoder_of(model).get_input_embeddings())
         count = self.config.num_tokens
         words = embed(torch.arange(count, device=model.device) * embed.num_embeddings // count).to(self.tokens)
         self.tokens.copy_(words + NOISE * words.std() * self.tokens)
+
+    def model_tokens(self, n: int) -> int:
+        return 2 * len(self.tokens)  # there and back
 
     def bind(self, model: nn.Module) -> Self:
         bound = copy.copy(super().bind(model))

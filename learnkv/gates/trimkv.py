@@ -84,15 +84,15 @@ class TrimKV(DistilledGate):
         return worth(log_beta, torch.arange(len(trace.ids), 0, -1, device=self.device))
 
     def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
-        sequence, rows = self.sequence_of(trace, self.config.learn_from)
+        sequence, rows, teachers = self.sequence_of(batch, trace, self.config.learn_from)
         log_betas: list[Tensor] = []
 
         def attend(seen: Seen) -> Tensor:
             log_betas.append(self.of_layer(seen.layer, seen.hidden))
             return gated_attention(seen, FORMS[self.config.form], log_betas[-1])
 
-        plain, gated = self.both_logits(sequence.ids, rows, attend)
-        said = F.cross_entropy(gated.float(), sequence.ids[rows + 1])
+        plain, gated = self.both_logits(sequence.ids, rows, teachers, attend)
+        said = F.cross_entropy(gated.float(), sequence.ids[teachers + 1])
         retained = capacity_loss(torch.cat(log_betas), self.config.budget).mean()
         return divergence(plain, gated, "forward") + said + self.config.capacity * retained
 

@@ -20,6 +20,16 @@ def make(kinds: list[str], *, split: Split, count: int, num_tokens: int, tokeniz
     The i-th prompt depends on (seed, split, its kind, i, num_tokens) and the tokenizer only: a longer run begins with a shorter one's.
     Raises ValueError for an unknown kind or split, or a size below 64 tokens.
     """
+    return [sized(build, key, split, num_tokens, tokenizer) for build, key in seeded(kinds, split, count, num_tokens, seed)]
+
+
+def drafts(kinds: list[str], *, split: Split, count: int, num_tokens: int, seed: int = 0) -> list[Prompt]:
+    """The prompts of `make` with hardly a text around their facts, for whoever has no tokenizer: the same number of questions."""
+    return [build(Random(key), split, DRAFT_CHARS) for build, key in seeded(kinds, split, count, num_tokens, seed)]
+
+
+def seeded(kinds: list[str], split: Split, count: int, num_tokens: int, seed: int) -> list[tuple[Build, str]]:
+    """(generator, seed) of each prompt."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
     if num_tokens < 64:
@@ -29,8 +39,7 @@ def make(kinds: list[str], *, split: Split, count: int, num_tokens: int, tokeniz
     for kind in kinds:
         if kind not in KINDS:
             raise unknown("prompt kind", kind, KINDS)
-    seeds = [f"{seed} {split} {kinds[i % len(kinds)]} {i} {num_tokens}" for i in range(count)]
-    return [sized(KINDS[kinds[i % len(kinds)]], seeds[i], split, num_tokens, tokenizer) for i in range(count)]
+    return [(KINDS[kind], f"{seed} {split} {kind} {i} {num_tokens}") for i in range(count) for kind in [kinds[i % len(kinds)]]]
 
 
 def sized(build: Build, seed: str, split: Split, num_tokens: int, tokenizer: Tokenizer) -> Prompt:
@@ -49,6 +58,7 @@ def sized(build: Build, seed: str, split: Split, num_tokens: int, tokenizer: Tok
     return best
 
 
+DRAFT_CHARS = 400  # room for the four pairs of `records`
 TRIES = 8  # a passage ends with a sentence, so the size can't be hit at once
 
 

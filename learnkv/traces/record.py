@@ -101,8 +101,11 @@ def make_prompts(settings: RecordSettings, tokenizer: Tokenizer, path: str = "")
     With the question inside the context, each question makes a prompt of its own.
     """
     made = own_prompts(path) if path else generated_prompts(settings, tokenizer)
-    if settings.question == "outside":
-        return made
+    return made if settings.question == "outside" else one_by_one(made)
+
+
+def one_by_one(made: list[Prompt]) -> list[Prompt]:
+    """A prompt of its own for each question."""
     return [replace(prompt, questions=(asked,)) for prompt in made for asked in prompt.questions]
 
 
@@ -115,13 +118,17 @@ def own_prompts(path: str) -> list[Prompt]:
 
 def generated_prompts(settings: RecordSettings, tokenizer: Tokenizer) -> list[Prompt]:
     """Prompts of the recipe's kinds and sizes."""
-    wanted: list[tuple[Split, int]] = [("train", settings.train), ("heldout", settings.heldout)]
     return [
         prompt
-        for split, count in wanted
-        for size in settings.num_tokens
+        for split, count, size in wanted(settings)
         for prompt in prompts.make(settings.kinds, split=split, count=count, num_tokens=size, tokenizer=tokenizer, seed=settings.seed)
     ]
+
+
+def wanted(settings: RecordSettings) -> list[tuple[Split, int, int]]:
+    """(split, prompts, tokens of the context) of each batch of generated prompts."""
+    counts: list[tuple[Split, int]] = [("train", settings.train), ("heldout", settings.heldout)]
+    return [(split, count, size) for split, count in counts for size in settings.num_tokens]
 
 
 def trace_config(model: PreTrainedModel, settings: RecordSettings) -> TraceConfig:
@@ -224,8 +231,12 @@ def plan_recording(
     there = {row["id"] for row in format.shard_rows(folder)} | {path.stem for path in (folder / PARTS).glob("*.safetensors")}
     missing = frozenset(jobs) - there
     sizes = [trace_bytes(config, settings, job) for job in jobs.values() if job.id in missing]
-    extra = min(sum(sizes), (settings.shard_mib << 20) + max(sizes, default=0))
-    return Plan(folder, config, settings, list(jobs.values()), missing, sum(sizes) + extra, free_bytes(folder))
+    return Plan(folder, config, settings, list(jobs.values()), missing, bytes_needed(sizes, settings), free_bytes(folder))
+
+
+def bytes_needed(sizes: list[int], settings: RecordSettings) -> int:
+    """On disk by traces of these sizes, while they are packed."""
+    return sum(sizes) + min(sum(sizes), (settings.shard_mib << 20) + max(sizes, default=0))
 
 
 def check_same(folder: Path, found: TraceConfig, wanted: TraceConfig) -> None:

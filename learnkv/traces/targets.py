@@ -86,6 +86,7 @@ TARGETS: dict[str, Target] = {
     "peak_logit": Target(peak_logit, "kv", "max"),
 }
 RECONSTRUCTIONS = ("reconstruction", "reconstruction_plus")  # per KV head, of the context alone: `learnkv.reconstruction`
+PER_TOKEN = (*TARGETS, *RECONSTRUCTIONS)  # [layers, heads, n] each
 
 
 def context_mass(queries: Tensor, keys: Tensor, scale: float) -> Tensor:

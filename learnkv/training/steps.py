@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from learnkv.gates.base import Batch
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Trace
-from learnkv.traces.targets import RECONSTRUCTIONS, TARGETS
+from learnkv.traces.targets import PER_TOKEN
 from learnkv.training.settings import Cut, TrainSettings
 
 
@@ -36,12 +37,12 @@ class Steps:
             yield self.batch(self.next_step - 1)
 
     def batch(self, step: int) -> Batch:
-        """The traces of a step, cut as the settings say."""
+        """The traces of a step, cut and dealt out as the settings say."""
         drawn = self.traces.draw(self.settings.seed, step, self.settings.batch)
-        whole = Batch([self.traces[i] for i in drawn[self.rank :: self.world_size]], self.settings.seed, step)
+        whole = Batch([self.traces[i] for i in drawn[self.rank :: self.world_size]], self.settings.seed, step, self.settings.shuffled)
         cut = CUTS[self.settings.cut]
         traces = [cut(trace, self.settings.min_cut, whole.generator(trace, "cut")) for trace in whole.traces]
-        return replace(whole, traces=[shuffled(trace, self.settings.seed) for trace in traces] if self.settings.shuffled else traces)
+        return replace(whole, traces=[dealt(trace, whole.order(trace, len(trace.ids))) for trace in traces] if whole.shuffled else traces)
 
     def state_dict(self) -> dict[str, int]:
         return {"next_step": self.next_step}
@@ -85,15 +86,14 @@ def shortened(trace: Trace, n: int) -> Trace:
         ids=trace.ids[:n],
         window=None,
         mass=None,
-        targets={name: t[..., :n] for name, t in trace.targets.items() if name in (*TARGETS, *RECONSTRUCTIONS)},
+        targets={name: t[..., :n] for name, t in trace.targets.items() if name in PER_TOKEN},
         **cut,
     )
 
 
-def shuffled(trace: Trace, seed: int) -> Trace:
-    """The trace with the targets of its tokens dealt out anew, alike in all layers and heads and in every step."""
-    order = torch.randperm(len(trace.ids), generator=Batch((), seed, step=0).generator(trace, "shuffled"))
-    return replace(trace, targets={name: t[..., order] if name in TARGETS else t for name, t in trace.targets.items()})
+def dealt(trace: Trace, order: Tensor) -> Trace:
+    """The trace whose i-th token has the targets of its order[i]-th, alike in all layers and heads."""
+    return replace(trace, targets={name: t[..., order] if name in PER_TOKEN else t for name, t in trace.targets.items()})
 
 
 CUTS: dict[Cut, Callable[[Trace, int, torch.Generator], Trace]] = {"none": no_cut, "uniform": uniform_cut, "recorded": recorded_cut}
