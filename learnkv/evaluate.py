@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ def run(command: EvaluateCommand) -> None:
     settings = settings_of(command)
     for budget in settings.budgets:
         budget_of(budget)  # a mistake in it should not wait for the model
-    chosen = read_rows(Path(settings.choose)) if settings.choose else []
+    chosen = development_rows(Path(settings.choose)) if settings.choose else []
     model, tokenizer = load_model(command.model, DTYPES[settings.dtype])
     if not command.prompts:
         refuse_beyond_positions(model, "evaluate.num_tokens", settings.num_tokens)
@@ -99,6 +99,12 @@ def gates_of(plans: Sequence[Plan]) -> dict[str, list[Trained]]:
     return lines
 
 
+def development_rows(path: Path) -> list[Row]:
+    if not path.is_file():
+        raise ValueError(f"evaluate.choose={path} is no file; run the development recipe that writes it first")
+    return read_rows(path)
+
+
 def settings_of(command: EvaluateCommand) -> EvaluateSettings:
     """The settings with the command's short keys put in their place."""
     settings = command.evaluate
@@ -131,7 +137,7 @@ def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines) -> None:
     folder = Path(settings.out)
     verdicts = trained.verdicts(rows, gates) if len({row.prompt for row in rows}) > 1 else []
     made = list(tables(rows, settings.groups, gates, verdicts))
-    told = [*notes(rows), *trained.said(verdicts)]
+    told = [*notes(rows), *missing_groups(rows, settings.groups), *trained.said(verdicts)]
     print(f"\n{report.protocol(rows)}")
     for table in made:
         if table.printed:
@@ -141,6 +147,12 @@ def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines) -> None:
     write_atomically(folder / "table.md", lambda to: to.write_text("\n\n".join(parts) + "\n"))
     write_atomically(folder / "plot.png", lambda to: report.plot(report.summarise(rows), to))
     print(f"rows: {folder / 'rows.jsonl'}\ntables, by kind too: {folder / 'table.md'}\nplot: {folder / 'plot.png'}")
+
+
+def missing_groups(rows: Sequence[Row], groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """The groups of kinds that have no table here."""
+    there = {row.kind for row in rows}
+    return [f"no prompt is of group {name} ({', '.join(kinds)})" for name, kinds in groups.items() if not there & set(kinds)]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

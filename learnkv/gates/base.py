@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """The traces of one training step, and what its random draws hang on: never on rank or order of calls."""
+    """The traces of one training step, and what its random draws hang on: never on rank or order of calls.
+
+    shuffled  whether what the traces teach was dealt out anew: a gate that learns from its base model's outputs does so itself
+    """
 
     traces: Sequence[Trace]
     seed: int
     step: int
+    shuffled: bool = False
 
     def generator(self, trace: Trace, purpose: str, device: torch.device | None = None) -> torch.Generator:
         """A generator keyed by (seed, step, trace id) and what it is for."""

@@ -92,6 +92,13 @@ class DistilledGate(Gate):
             raise ValueError(f"trace {trace.id} has no rows to learn from (gate.learn_from={learn_from}); record questions with answers")
         return sequence, rows
 
+    def dealt(self, batch: Batch, trace: Trace, count: int) -> slice | Tensor:
+        """Which of `count` rows teaches each of them: itself, or where targets are shuffled another, the same in every step."""
+        if not batch.shuffled:
+            return slice(None)
+        order = torch.randperm(count, generator=Batch((), batch.seed, step=0).generator(trace, "shuffled"))
+        return order.to(self.device)
+
     def both_logits(self, ids: Tensor, rows: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """(plain, gated) logits [R, V] of `rows` of a sequence [T]."""
         run = partial(self.model, input_ids=ids[None], use_cache=False, logits_to_keep=rows)

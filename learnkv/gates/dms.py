@@ -106,7 +106,7 @@ class DMS(DistilledGate):
 
         plain, gated = self.both_logits(sequence.ids, rows, attend)
         lacking = (self.target(batch.step) - torch.stack(evicted).mean()).clamp(min=0)
-        return divergence(plain, gated, config.divergence) + lacking
+        return divergence(plain[self.dealt(batch, trace, len(rows))], gated, config.divergence) + lacking
 
     def target(self, step: int) -> float:
         """Share of tokens to be evicted: 1 - 1 / ratio, whose ratio rises linearly."""

@@ -91,7 +91,7 @@ class DuoAttention(DistilledGate):
         sequence, rows = self.sequence_of(trace, "answers")
         run = partial(self.model.get_decoder(), input_ids=sequence.ids[None], use_cache=False)
         with torch.no_grad():
-            plain = run().last_hidden_state[0, rows].float()
+            plain = run().last_hidden_state[0, rows[self.dealt(batch, trace, len(rows))]].float()
         with soft_attention(self.model, self.mixed):
             gated = run().last_hidden_state[0, rows].float()
         return (gated - plain).square().mean() + self.config.weight * self.alpha.abs().mean()

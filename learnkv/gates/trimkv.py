@@ -99,9 +99,10 @@ class TrimKV(DistilledGate):
             return gated_attention(seen, FORMS[self.config.form], log_betas[-1])
 
         plain, gated = self.both_logits(sequence.ids, rows, attend)
-        said = F.cross_entropy(gated.float(), sequence.ids[rows + 1])
+        teachers = self.dealt(batch, trace, len(rows))
+        said = F.cross_entropy(gated.float(), sequence.ids[rows + 1][teachers])
         retained = capacity_loss(torch.cat(log_betas), self.config.budget).mean()
-        return divergence(plain, gated, "forward") + said + self.config.capacity * retained
+        return divergence(plain[teachers], gated, "forward") + said + self.config.capacity * retained
 
 
 def uniform(fan_in: int, *shape: int) -> Tensor:

@@ -41,7 +41,9 @@ class Steps:
         whole = Batch([self.traces[i] for i in drawn[self.rank :: self.world_size]], self.settings.seed, step)
         cut = CUTS[self.settings.cut]
         traces = [cut(trace, self.settings.min_cut, whole.generator(trace, "cut")) for trace in whole.traces]
-        return replace(whole, traces=[shuffled(trace, self.settings.seed) for trace in traces] if self.settings.shuffled else traces)
+        if self.settings.shuffled:
+            return replace(whole, traces=[shuffled(trace, self.settings.seed) for trace in traces], shuffled=True)
+        return replace(whole, traces=traces)
 
     def state_dict(self) -> dict[str, int]:
         return {"next_step": self.next_step}
@@ -93,7 +95,8 @@ def shortened(trace: Trace, n: int) -> Trace:
 def shuffled(trace: Trace, seed: int) -> Trace:
     """The trace with the targets of its tokens dealt out anew, alike in all layers and heads and in every step."""
     order = torch.randperm(len(trace.ids), generator=Batch((), seed, step=0).generator(trace, "shuffled"))
-    return replace(trace, targets={name: t[..., order] if name in TARGETS else t for name, t in trace.targets.items()})
+    told = (*TARGETS, *RECONSTRUCTIONS)
+    return replace(trace, targets={name: t[..., order] if name in told else t for name, t in trace.targets.items()})
 
 
 CUTS: dict[Cut, Callable[[Trace, int, torch.Generator], Trace]] = {"none": no_cut, "uniform": uniform_cut, "recorded": recorded_cut}
