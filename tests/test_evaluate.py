@@ -111,7 +111,7 @@ def test_an_estimate_measures_a_prompt_and_writes_nothing(folder, tmp_path, caps
 
 def test_hours_are_said_after_the_second_prompt_by_the_work_that_is_left(monkeypatch, capsys):
     seconds = iter([0, 500, 530, 590])  # begin, after the first, the second, the fourth
-    monkeypatch.setattr("learnkv.evaluate.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("learnkv.evaluate.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     tasks = [([SimpleNamespace(context=range(100))], range(rows)) for rows in (10, 10, 10, 10, 20)]
     assert list(watched(tasks)) == tasks
     lines = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "about" in line]

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, traces, tmp_path
 
 def test_the_time_of_a_run_is_that_of_its_steps_over_interruptions(finished, traces, tmp_path, monkeypatch):
     ticks = itertools.count(0, 10)
-    monkeypatch.setattr("learnkv.training.module.time.monotonic", lambda: next(ticks))
+    monkeypatch.setattr("learnkv.training.module.time", SimpleNamespace(monotonic=lambda: next(ticks)))
     with monkeypatch.context() as patch:
         stop_after(patch, 6)  # the last checkpoint is that of step 4
         with pytest.raises(ConnectionError):
