@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -136,7 +137,7 @@ def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines) -> None:
     """Print the tables, write them and the plot to the folder."""
     folder = Path(settings.out)
     verdicts = trained.verdicts(rows, gates) if len({row.prompt for row in rows}) > 1 else []
-    made = list(tables(rows, settings.groups, gates, verdicts))
+    made = list(tqdm(tables(rows, settings.groups, gates, verdicts), desc="tables", unit="table", file=sys.stderr))
     told = [*notes(rows), *missing_groups(rows, settings.groups), *trained.said(verdicts)]
     print(f"\n{report.protocol(rows)}")
     for table in made:
@@ -158,8 +159,8 @@ def missing_groups(rows: Sequence[Row], groups: Mapping[str, Sequence[str]]) -> 
 def notes(rows: Sequence[Row]) -> list[str]:
     """What a reader should know of these rows: budgets that held whole contexts, and those that hold protected tokens only."""
     evicting = [row for row in rows if row.scorer != "full"]
-    whole = {row.budget: sum(r.kept_mean >= r.num_tokens for r in evicting if r.budget == row.budget) for row in evicting}
-    said = [f"budget {b:g} held the whole context in {count} rows: nothing was evicted there" for b, count in whole.items() if count]
+    whole = Counter(row.budget for row in evicting if row.kept_mean >= row.num_tokens)
+    said = [f"budget {b:g} held the whole context in {count} rows: nothing was evicted there" for b, count in whole.items()]
     forced = {r.budget: r.num_sinks + r.num_recent for r in evicting if r.budget * r.num_tokens <= r.num_sinks + r.num_recent}
     return said + [
         f"budget {b:g} is within the {n} protected tokens of some contexts: every method keeps the same" for b, n in forced.items()

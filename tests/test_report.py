@@ -185,7 +185,7 @@ def test_one_prompt_gives_figures_without_bounds():
 
 def test_paired_difference_of_nll_between_lines():
     assert report.difference(compared(), "h2o", "snapkv", 0.1) == report.Interval(1.0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="no rows of both lines 'kvp' and 'snapkv' at budget 0.1"):
+    with pytest.raises(ValueError, match=r"no rows of both lines 'kvp' and 'snapkv' at budget 0\.1"):
         report.difference(compared(), "kvp", "snapkv", 0.1)
 
 

@@ -172,7 +172,8 @@ def estimate(
     most = max(left, key=work_of)
     first, again = (seconds_of(bench, most) for _ in range(2))
     others = sum(map(work_of, left)) / work_of(most) - 1
-    return Estimate(sum(len(asked) for _, asked in left), len(left), first + again * others)
+    prompted = {asked[0].cell.prompt for _, asked in left}
+    return Estimate(sum(len(asked) for _, asked in left), len(prompted), first + again * others)
 
 
 def seconds_of(bench: Bench, task: Task) -> float:

@@ -23,10 +23,12 @@ class Table:
 def tables(rows: Sequence[Row], groups: Mapping[str, Sequence[str]], gates: Lines, verdicts: Sequence[Verdict]) -> Iterator[Table]:
     """The methods on all prompts and on each group of kinds, what gates cost, their seeds and twins; for the file kinds and differences."""
     parts = parts_of(rows, groups)
-    for title, part in parts.items():
-        yield Table(title, report.table(report.summarise(part)))
+    found = {title: report.summarise(part) for title, part in parts.items()}
+    for title, summaries in found.items():
+        yield Table(title, report.table(summaries))
     if gates:
-        yield from of_gates(rows, gates, verdicts)
+        yield Table("costs", trained.costs(next(iter(found.values())), gates))
+        yield from of_gates(rows, verdicts)
     kinds = list(dict.fromkeys(row.kind for row in rows))
     for kind in kinds if len(kinds) > 1 else []:
         yield Table(kind, report.table(report.summarise(rows, kind=kind)), printed=False)
@@ -43,9 +45,8 @@ def parts_of(rows: Sequence[Row], groups: Mapping[str, Sequence[str]]) -> dict[s
     return parts
 
 
-def of_gates(rows: Sequence[Row], gates: Lines, verdicts: Sequence[Verdict]) -> Iterator[Table]:
-    """What concerns gates alone."""
-    yield Table("costs", trained.costs(report.summarise(rows), gates))
+def of_gates(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> Iterator[Table]:
+    """Training seeds side by side, and gates beside their twins."""
     seeds = trained.seeds(rows)
     if len(seeds) > 1:
         yield Table("training seeds", seeds)
