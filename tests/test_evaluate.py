@@ -80,17 +80,18 @@ def test_settings_chosen_on_a_development_run_are_run(folder, tmp_path, capsys):
 
 
 def test_a_gate_trained_on_shuffled_targets_is_the_twin_of_the_other(folder, tmp_path, capsys):
+    base = describe(tiny_model())
     for seed, name in enumerate(("real-seed0", "real-seed1", "shuffled")):
         torch.manual_seed(seed)
         recipe = {"train": {"shuffled": name == "shuffled"}, "record": {"kinds": ["codes"]}}
-        save_gate(KVP(KVP.Config(), describe(tiny_model())), tmp_path / name, recipe, train_seconds=12.0)
+        save_gate(KVP(KVP.Config(), base), tmp_path / name, recipe, train_seconds=12.0)
     methods = f"evaluate.methods=kvp+adaptive:{tmp_path}/real-*,kvp+adaptive:{tmp_path}/shuffled"
     assert evaluate(folder, tmp_path / "out", methods, "evaluate.budgets=[0.4,0.3]") == 0
     out, written = capsys.readouterr().out, (tmp_path / "out" / "table.md").read_text()
     for text in (out, written):
         assert f"kvp+adaptive:{tmp_path}/shuffled, shuffled targets" in text
         assert f"kvp+adaptive:{tmp_path}/real-* (2 runs)" in text
-        assert text.count("reproduced") == 2 and "12 s" in text and "each training run" in text
+        assert "twins trained on shuffled targets" in text and "12 s" in text and "each training run" in text
     assert f"### kvp+adaptive:{tmp_path}/real-* against the others" in written and "shuffled, shuffled targets against" not in written
 
 
@@ -146,7 +147,7 @@ def test_groups_of_kinds_without_prompts_are_said(folder, tmp_path, capsys):
         ("recipe=comprae", "compare"),
         ("method=random prompts=nowhere.jsonl", "nowhere.jsonl"),
         ("evaluate.choose=nowhere.jsonl", "evaluate.choose=nowhere.jsonl is no file; run the development recipe"),
-        ("evaluate.groups={unseen:[citties]}", "nearest: cities"),
+        ("evaluate.groups.unseen=[citties]", "nearest: cities"),
     ],
 )
 def test_mistake_is_one_line_and_exit_2(folder, tmp_path, capsys, argument, said):
