@@ -50,7 +50,8 @@ def fit(gate: Gate, train: TraceDataset, heldout: TraceDataset, run: Path, setti
 def seconds_trained(run: Path) -> float | None:
     """What the steps of a run took, those before its interruptions included; None where its checkpoint does not say."""
     counted = WholeCheckpoints().load_checkpoint(run / LAST).get("callbacks", {}).get(Stopwatch().state_key, {})
-    return counted.get("seconds") or None
+    seconds: float = counted.get("seconds", 0.0)
+    return seconds or None
 
 
 def make_trainer(run: Path, heldout: TraceDataset, settings: TrainSettings) -> Trainer:
