@@ -1,6 +1,7 @@
 """Measure speed and memory: every figure beside what it is compared with, in one run.
 
 python -m learnkv.bench runtime        decoding, bytes held, selection, chunked prefill, batches
+python -m learnkv.bench overhead       what each of bench.methods adds to a plain prefill of 2,048 tokens
 python -m learnkv.bench kernels        every op beside its floor and what else computes it; dry=true foretells it without a GPU
 python -m learnkv.bench record         recording traces beside a plain forward
 python -m learnkv.bench train          training all heads at once beside one agent after another, or beside a plain forward
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from learnkv import config, ops
 from learnkv.evaluation import kernel_speed, pipeline_speed, report, roofline, speed
+from learnkv.evaluation.overhead import overhead
 from learnkv.evaluation.pipeline_speed import PipelineSettings
 from learnkv.evaluation.speed import BenchSettings, Figure
 from learnkv.evaluation.stream import StreamSettings, perplexities
@@ -34,7 +36,7 @@ class BenchCommand:
     """What `python -m learnkv.bench` reads."""
 
     recipe: str = ""  # a shipped recipe or .yaml file; of kvp.yaml and its kin part=train takes gate and train
-    part: Literal["runtime", "stream", "kernels", "record", "train"] = (
+    part: Literal["runtime", "overhead", "stream", "kernels", "record", "train"] = (
         "runtime"  # what is measured; `bench stream` is short for part=stream
     )
     model: str = "smollm2-135m"  # bundled name, hub id or folder
@@ -47,7 +49,7 @@ class BenchCommand:
     method: str = "kvp"  # of part=train: which gate
     gate: dict[str, Any] = field(default_factory=dict)  # of part=train: its knobs
     train: TrainSettings = field(default_factory=TrainSettings)  # of part=train
-    bench: BenchSettings = field(default_factory=BenchSettings)  # of part=runtime
+    bench: BenchSettings = field(default_factory=BenchSettings)  # of part=runtime and part=overhead
     stream: StreamSettings = field(default_factory=StreamSettings)  # of part=stream
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)  # of part=record and part=train
 
@@ -76,6 +78,7 @@ def run(command: BenchCommand) -> None:
     print(f"model: {command.model}, {command.dtype}, {device}, {torch.get_num_threads()} threads", flush=True)
     parts = {
         "runtime": lambda: speed.runtime(model, command.bench),
+        "overhead": lambda: overhead(model, tokenizer, command.bench),
         "stream": lambda: streamed(model, tokenizer, command.stream),
         "record": lambda: pipeline_speed.recording(model, tokenizer, command.pipeline),
         "train": lambda: pipeline_speed.training(model, tokenizer, command.method, gate_config, command.train, command.pipeline),

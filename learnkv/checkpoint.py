@@ -36,11 +36,12 @@ AGAIN = "take it from its source again, or train again"
 class Card:
     """What gate.json says.
 
-    method       name in GATES
-    config       the gate's knobs
-    base_model   whose keys and values it was trained on
-    recipe       the resolved recipe of its training
-    weights_sha  sha256 over the tensors, so that an edit shows
+    method         name in GATES
+    config         the gate's knobs
+    base_model     whose keys and values it was trained on
+    recipe         the resolved recipe of its training
+    weights_sha    sha256 over the tensors, so that an edit shows
+    train_seconds  what the steps of its training took; None where nobody counted
     """
 
     method: str
@@ -48,17 +49,19 @@ class Card:
     base_model: BaseModel
     recipe: dict[str, object]
     weights_sha: str
+    train_seconds: float | None = None
     format_version: int = FORMAT_VERSION
     learnkv_version: str = __version__
 
 
-def save_gate(gate: Gate, folder: Path, recipe: dict[str, object]) -> None:
+def save_gate(gate: Gate, folder: Path, recipe: dict[str, object], train_seconds: float | None = None) -> None:
     """Writes gate.safetensors, then gate.json; the folder holds the old gate or the new one at any moment.
 
-    recipe  the resolved recipe of the training, as plain values
+    recipe         the resolved recipe of the training, as plain values
+    train_seconds  what its steps took
     """
     tensors = tensors_of(gate)
-    card = Card(gate.METHOD, gate.knobs(), gate.base, recipe, weights_sha(tensors))
+    card = Card(gate.METHOD, gate.knobs(), gate.base, recipe, weights_sha(tensors), train_seconds)
     text = json.dumps(asdict(card), indent=2, sort_keys=True) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     content = save(tensors, {"card": text})  # not save_file, as in write_shard
@@ -90,6 +93,11 @@ def load_gate(path: str | Path, model: PreTrainedModel | None = None) -> Gate:
     if model is not None:
         check_model(folder, card.base_model, describe(model))
     return gate.eval().requires_grad_(False)
+
+
+def read_card(path: str | Path) -> Card:
+    """What the gate in a folder says of itself and of its training."""
+    return read_weights(Path(path) / WEIGHTS)[0]
 
 
 def build_gate(card: Card, folder: Path) -> Gate:

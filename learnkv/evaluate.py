@@ -1,6 +1,7 @@
 """Compare methods and budgets on the same prompts: accuracy and NLL of the answer after eviction, beside full cache, random and oracle.
 
 python -m learnkv.evaluate recipe=compare                                   the shipped comparison
+python -m learnkv.evaluate recipe=compare estimate=true                     measures one prompt, says the hours
 python -m learnkv.evaluate method=snapkv budget=0.1                         one method; below 1 a fraction of the context, else tokens
 python -m learnkv.evaluate gate=checkpoints/runs/kvp prompts=mine.jsonl     your gate on your prompts
 """
@@ -8,7 +9,9 @@ python -m learnkv.evaluate gate=checkpoints/runs/kvp prompts=mine.jsonl     your
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +20,12 @@ from tqdm import tqdm
 
 from learnkv import config, prompts
 from learnkv.checkpoint import load_gate
-from learnkv.evaluation import report
-from learnkv.evaluation.compare import EvaluateSettings, Plan, compare, plan, plan_chosen
+from learnkv.evaluation import report, trained
+from learnkv.evaluation.compare import Estimate, EvaluateSettings, Plan, Task, compare, estimate, plan, plan_chosen, work_of
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import Row, budget_of, read_rows
+from learnkv.evaluation.tables import tables
+from learnkv.evaluation.trained import Lines, Trained, duration
 from learnkv.models import DTYPES, PreTrainedModel, load_model, refuse_long_contexts
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
@@ -37,6 +42,7 @@ class EvaluateCommand:
     budget: float | None = None  # one budget instead of evaluate.budgets
     gate: str = ""  # folder of a gate, instead of evaluate.methods or beside `method`
     prompts: str = ""  # your own prompts: JSONL with context, question, answer, or plain text
+    estimate: bool = False  # measure one prompt, say how many rows and hours the run would take, and write nothing
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
 
 
@@ -44,7 +50,7 @@ def run(command: EvaluateCommand) -> None:
     settings = settings_of(command)
     for budget in settings.budgets:
         budget_of(budget)  # a mistake in it should not wait for the model
-    chosen = read_rows(Path(settings.choose)) if settings.choose else []
+    chosen = development_rows(Path(settings.choose)) if settings.choose else []
     model, tokenizer = load_model(command.model, DTYPES[settings.dtype])
     if not command.prompts:
         refuse_long_contexts(model, "evaluate.num_tokens", settings.num_tokens)
@@ -53,13 +59,51 @@ def run(command: EvaluateCommand) -> None:
     rows_file = Path(settings.out) / "rows.jsonl"
     print(f"model: {command.model}, {settings.dtype}")
     print(f"prompts: {len(asked)} with {sum(len(p.questions) for p in asked)} questions, {len({p.kind for p in asked})} kinds")
-    print(f"rows of each: {len(plans)}: {', '.join(dict.fromkeys(p.contender.line for p in plans))}")
+    print(f"rows of each: {len(plans)}: {', '.join(dict.fromkeys(p.contender.line for p in plans))}", flush=True)
+    if command.estimate:
+        tell(estimate(model, tokenizer, asked, plans, path=rows_file, question=settings.question))
+        return
     print(f"rows go to {rows_file}; a stopped run goes on from there", flush=True)
-    bar = partial(tqdm, desc="prompts", unit="prompt", file=sys.stderr)
-    rows = compare(model, tokenizer, asked, plans, path=rows_file, question=settings.question, progress=bar)
-    show(rows, Path(settings.out))
+    rows = compare(model, tokenizer, asked, plans, path=rows_file, question=settings.question, progress=watched)
+    show(rows, settings, gates_of(plans))
     gate = f" gate={command.gate}" if command.gate else ""
     print(f"next: python -m learnkv.generate model={command.model}{gate} compare=true")
+
+
+def tell(found: Estimate) -> None:
+    """What a run would take."""
+    print(f"left: {found.rows} rows on {found.prompts} prompts, about {duration(found.seconds)} on this machine; nothing was written")
+    print("next: the same without estimate=true")
+
+
+def watched(tasks: list[Task]) -> Iterator[Task]:
+    """The prompts under a bar.  Once the second is done, and at each doubling, a line says how long the others will take: the first is left
+    out, on which every method is timed."""
+    work = [work_of(task) for task in tasks]
+    began = time.monotonic()
+    for done, task in enumerate(tqdm(tasks, desc="prompts", unit="prompt", file=sys.stderr)):
+        if done == 1:
+            began = time.monotonic()
+        if done > 1 and done.bit_count() == 1:
+            left = (time.monotonic() - began) / sum(work[1:done]) * sum(work[done:])
+            tqdm.write(f"{done} of {len(tasks)} prompts done, about {duration(left)} left on this machine", file=sys.stderr)
+        yield task
+
+
+def gates_of(plans: Sequence[Plan]) -> dict[str, list[Trained]]:
+    """Line -> its gates, one per training run."""
+    contenders = dict.fromkeys(plan.contender for plan in plans)
+    lines: dict[str, list[Trained]] = {}
+    for contender in contenders:
+        if contender.trained:
+            lines.setdefault(contender.line, []).append(contender.trained)
+    return lines
+
+
+def development_rows(path: Path) -> list[Row]:
+    if not path.is_file():
+        raise ValueError(f"evaluate.choose={path} is no file; run the development recipe that writes it first")
+    return read_rows(path)
 
 
 def settings_of(command: EvaluateCommand) -> EvaluateSettings:
@@ -89,29 +133,34 @@ def plans_of(settings: EvaluateSettings, chosen: Sequence[Row], model: PreTraine
     return plans + plan_chosen(chosen, settings.budgets, model, tokenizer, *protected) if settings.choose else plans
 
 
-def show(rows: Sequence[Row], folder: Path) -> None:
-    """Print the tables, write them and the plot to `folder`."""
-    overall = report.summarise(rows)
-    kinds = list(dict.fromkeys(row.kind for row in rows))
-    tables = [("all kinds" if len(kinds) > 1 else kinds[0], overall)]
-    tables += [(kind, report.summarise(rows, kind=kind)) for kind in kinds if len(kinds) > 1]
-    print(f"\n{report.protocol(rows)}\n\n{report.text_table(overall)}\n")
-    for note in notes(rows):
-        print(note)
-    markdown = "\n\n".join(f"### {title}\n\n{report.markdown_table(summaries)}" for title, summaries in tables)
-    if overall[0].prompts >= 2:
-        learned = dict.fromkeys(row.line for row in rows if row.gate)
-        markdown += "".join(f"\n\n### {line} against the others\n\n{report.markdown(report.nll_gaps(rows, line))}" for line in learned)
-    write_atomically(folder / "table.md", lambda to: to.write_text(f"{report.protocol(rows)}\n\n{markdown}\n"))
-    write_atomically(folder / "plot.png", lambda to: report.plot(overall, to))
+def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines) -> None:
+    """Print the tables, write them and the plot to the folder."""
+    folder = Path(settings.out)
+    verdicts = trained.verdicts(rows, gates) if len({row.prompt for row in rows}) > 1 else []
+    made = list(tqdm(tables(rows, settings.groups, gates, verdicts), desc="tables", unit="table", file=sys.stderr))
+    told = [*notes(rows), *missing_groups(rows, settings.groups), *trained.said(verdicts)]
+    print(f"\n{report.protocol(rows)}")
+    for table in made:
+        if table.printed:
+            print(f"\n{table.title}\n{report.aligned(table.cells)}")
+    print("\n" + "".join(f"{note}\n" for note in told), end="")
+    parts = [report.protocol(rows), *(f"### {table.title}\n\n{report.markdown(table.cells)}" for table in made), *told]
+    write_atomically(folder / "table.md", lambda to: to.write_text("\n\n".join(parts) + "\n"))
+    write_atomically(folder / "plot.png", lambda to: report.plot(report.summarise(rows), to))
     print(f"rows: {folder / 'rows.jsonl'}\ntables, by kind too: {folder / 'table.md'}\nplot: {folder / 'plot.png'}")
+
+
+def missing_groups(rows: Sequence[Row], groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """The groups of kinds that have no table here."""
+    there = {row.kind for row in rows}
+    return [f"no prompt is of group {name} ({', '.join(kinds)})" for name, kinds in groups.items() if not there & set(kinds)]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """What a reader should know of these rows: budgets that held whole contexts, and those that hold protected tokens only."""
     evicting = [row for row in rows if row.scorer != "full"]
-    whole = {row.budget: sum(r.kept_mean >= r.num_tokens for r in evicting if r.budget == row.budget) for row in evicting}
-    said = [f"budget {b:g} held the whole context in {count} rows: nothing was evicted there" for b, count in whole.items() if count]
+    whole = Counter(row.budget for row in evicting if row.kept_mean >= row.num_tokens)
+    said = [f"budget {b:g} held the whole context in {count} rows: nothing was evicted there" for b, count in whole.items()]
     forced = {r.budget: r.num_sinks + r.num_recent for r in evicting if r.budget * r.num_tokens <= r.num_sinks + r.num_recent}
     return said + [
         f"budget {b:g} is within the {n} protected tokens of some contexts: every method keeps the same" for b, n in forced.items()

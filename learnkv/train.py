@@ -46,7 +46,7 @@ from learnkv.traces.measure import softmax_scales
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 from learnkv.traces.targets import RECONSTRUCTIONS
 from learnkv.training import TrainSettings, fit
-from learnkv.training.fit import EVENTS, LAST
+from learnkv.training.fit import EVENTS, LAST, seconds_trained
 
 RECIPE = "recipe.yaml"
 BUDGETS = (0.5, 0.2, 0.1)  # of the last table
@@ -106,7 +106,7 @@ def run(command: TrainCommand) -> None:
         traces = record_plan(plan, model, progress=True).reading(GATES[command.method].READS)
         gate = train(command, gate_config, traces, model, folder)
         if place()[0] == 0:
-            save_gate(gate, folder, settled(command))
+            save_gate(gate, folder, settled(command), seconds_trained(folder))
             conclude(command, model, tokenizer, asked, traces, gate, folder)
     if distributed.is_initialized():
         distributed.destroy_process_group()

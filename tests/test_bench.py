@@ -8,14 +8,18 @@ import pytest
 import torch
 
 from learnkv import bench, config, ops
+from learnkv.checkpoint import save_gate
 from learnkv.evaluation import kernel_speed, pipeline_speed, roofline, speed
 from learnkv.evaluation.op_cases import cases
+from learnkv.evaluation.overhead import overhead
 from learnkv.evaluation.pipeline_speed import PipelineSettings
 from learnkv.evaluation.roofline import Case, Ceilings, Prepared, Work
 from learnkv.evaluation.speed import BenchSettings
 from learnkv.evaluation.stream import CONTENDERS, StreamSettings, listed, losses, perplexities, text_of
 from learnkv.evaluation.whole_model import Whole
 from learnkv.gates import GATES
+from learnkv.gates.kvp import KVP, KVPConfig
+from learnkv.models import describe
 from learnkv.training import TrainSettings
 from tests.recording import byte_tokenizer, tiny_model
 
@@ -78,6 +82,22 @@ def test_a_stream_longer_than_the_texts_at_hand_is_refused():
         text_of(byte_tokenizer(), 10**8)
 
 
+def test_overhead_of_each_method_stands_beside_the_plain_prefill_of_the_same_run(tmp_path):
+    model = tiny_model()
+    save_gate(KVP(KVPConfig(), describe(model)), tmp_path / "gate", {})
+    settings = BenchSettings(methods=["snapkv+adaptive", "kvzip", f"kvp:{tmp_path / 'gate'}"], overhead_tokens=60, turns=1, kept=0.5)
+    plain, *figures = overhead(model, byte_tokenizer(), settings)
+    assert plain.what == "prefill of 60 tokens, DynamicCache"
+    assert [f.what for f in figures] == [f"prefill, `{method}` to 50%" for method in settings.methods]
+    assert all(" x DynamicCache's" in f.value for f in figures) and [f.bound for f in figures] == ["", "", "at most 1.05 x"]
+
+
+@pytest.mark.parametrize("method", ["full", "oracle"])
+def test_overhead_of_what_evicts_nothing_or_knows_the_question_is_refused(method):
+    with pytest.raises(ValueError, match=f"bench.methods names {method}"):
+        list(overhead(tiny_model(), byte_tokenizer(), BenchSettings(methods=[method])))
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -88,6 +108,8 @@ def test_a_stream_longer_than_the_texts_at_hand_is_refused():
         (["stream", "dry=true"], "dry=true foretells part=kernels"),
         (["train", "method=kvq"], "kvp"),
         (["record", "pipeline.traces=0"], "pipeline.traces=0"),
+        (["overhead", "bench.overhead_tokens=0"], "bench.overhead_tokens=0 must be 1 or more"),
+        (["overhead", "bench.methods=[snapvk]"], "nearest: snapkv"),
         (["runtime", "bench.turns=0"], "bench.turns=0 must be 1 or more"),
         (["runtime", "bench.kept=2"], "fraction of tokens kept"),
         (["runtime", "bench.token=3"], "num_tokens"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnkv.checkpoint import CARD, WEIGHTS, gate_hash, load_gate, save_gate
+from learnkv.checkpoint import CARD, WEIGHTS, gate_hash, load_gate, read_card, save_gate
 from learnkv.gates.kvp import KVPConfig
 from learnkv.models import describe
 from tests.recording import tiny_model
@@ -54,6 +54,18 @@ def test_card_says_what_the_gate_is(folder):
     assert (card["format_version"], card["method"], card["recipe"]) == (2, "kvp", RECIPE)
     assert card["base_model"]["num_kv_heads"] == 2
     assert card["config"]["width"] == 10
+
+
+def test_the_time_of_a_training_is_kept_and_decides_no_score(folder, tmp_path):
+    save_gate(made_gate(), tmp_path / "timed", RECIPE, train_seconds=12.5)
+    assert (read_card(tmp_path / "timed").train_seconds, read_card(folder).train_seconds) == (12.5, None)
+    assert gate_hash(load_gate(tmp_path / "timed")) == gate_hash(load_gate(folder))
+
+
+def test_a_card_from_before_times_were_kept_loads():
+    shipped = Path(__file__).parents[1] / "checkpoints" / "kvp-smollm2-135m"
+    assert read_card(shipped).method == load_gate(shipped).METHOD
+    assert "train_seconds" in json.loads((shipped / CARD).read_text()) or read_card(shipped).train_seconds is None
 
 
 def test_killed_between_the_two_files_the_new_gate_loads(folder, tmp_path):

@@ -1,12 +1,14 @@
 """python -m learnkv.evaluate: what it prints and writes, how it goes on, and what it says to mistakes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from learnkv import config
 from learnkv.checkpoint import save_gate
-from learnkv.evaluate import EvaluateCommand, run
+from learnkv.evaluate import EvaluateCommand, run, watched
 from learnkv.evaluation.entries import parse_entry
 from learnkv.evaluation.rows import read_rows
 from learnkv.gates import GATES
@@ -77,6 +79,54 @@ def test_settings_chosen_on_a_development_run_are_run(folder, tmp_path, capsys):
     assert "best heuristic (chosen)" in capsys.readouterr().out
 
 
+def test_a_gate_trained_on_shuffled_targets_is_the_twin_of_the_other(folder, tmp_path, capsys):
+    base = describe(tiny_model())
+    for seed, name in enumerate(("real-seed0", "real-seed1", "shuffled")):
+        torch.manual_seed(seed)
+        recipe = {"train": {"shuffled": name == "shuffled"}, "record": {"kinds": ["codes"]}}
+        save_gate(KVP(KVP.Config(), base), tmp_path / name, recipe, train_seconds=12.0)
+    methods = f"evaluate.methods=kvp+adaptive:{tmp_path}/real-*,kvp+adaptive:{tmp_path}/shuffled"
+    assert evaluate(folder, tmp_path / "out", methods, "evaluate.budgets=[0.4,0.3]") == 0
+    out, written = capsys.readouterr().out, (tmp_path / "out" / "table.md").read_text()
+    for text in (out, written):
+        assert f"kvp+adaptive:{tmp_path}/shuffled, shuffled targets" in text
+        assert f"kvp+adaptive:{tmp_path}/real-* (2 runs)" in text
+        assert "twins trained on shuffled targets" in text and "12 s" in text and "each training run" in text
+    assert f"### kvp+adaptive:{tmp_path}/real-* against the others" in written and "shuffled, shuffled targets against" not in written
+
+
+def test_an_estimate_measures_a_prompt_and_writes_nothing(folder, tmp_path, capsys):
+    assert evaluate(folder, tmp_path / "out", "method=snapkv", "evaluate.budgets=[0.4,0.3]", "estimate=true") == 0
+    said = capsys.readouterr().out
+    assert "left: 21 rows on 3 prompts, about " in said and "nothing was written" in said
+    assert not (tmp_path / "out").exists()
+    assert evaluate(folder, tmp_path / "out", "method=snapkv", "evaluate.budgets=[0.4]") == 0
+    before = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    capsys.readouterr()
+    assert evaluate(folder, tmp_path / "out", "method=snapkv", "evaluate.budgets=[0.4,0.3]", "estimate=true") == 0
+    assert "left: 9 rows on 3 prompts" in capsys.readouterr().out
+    assert evaluate(folder, tmp_path / "out", "method=snapkv", "evaluate.budgets=[0.4]", "estimate=true") == 0
+    assert "left: 0 rows on 0 prompts, about 0 s" in capsys.readouterr().out
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == before
+
+
+def test_hours_are_said_after_the_second_prompt_by_the_work_that_is_left(monkeypatch, capsys):
+    seconds = iter([0, 500, 530, 590])  # begin, after the first, the second, the fourth
+    monkeypatch.setattr("learnkv.evaluate.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    tasks = [([SimpleNamespace(context=range(100))], range(rows)) for rows in (10, 10, 10, 10, 20)]
+    assert list(watched(tasks)) == tasks
+    lines = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "about" in line]
+    assert lines == [
+        "2 of 5 prompts done, about 2 min left on this machine",  # 30 s for 10 rows, 40 left
+        "4 of 5 prompts done, about 60 s left on this machine",  # 90 s for 30 rows, 20 left
+    ]
+
+
+def test_groups_of_kinds_without_prompts_are_said(folder, tmp_path, capsys):
+    assert evaluate(folder, tmp_path, "method=snapkv", "budget=0.4", "evaluate.groups={unseen: [cities, dates]}") == 0
+    assert "no prompt is of group unseen (cities, dates)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
@@ -96,7 +146,8 @@ def test_settings_chosen_on_a_development_run_are_run(folder, tmp_path, capsys):
         ("evaluate.methods=snapkv+adaptve", "nearest: adaptive"),
         ("recipe=comprae", "compare"),
         ("method=random prompts=nowhere.jsonl", "nowhere.jsonl"),
-        ("evaluate.choose=nowhere.jsonl", "nowhere.jsonl"),
+        ("evaluate.choose=nowhere.jsonl", "evaluate.choose=nowhere.jsonl is no file; run the development recipe"),
+        ("evaluate.groups.unseen=[citties]", "nearest: cities"),
     ],
 )
 def test_mistake_is_one_line_and_exit_2(folder, tmp_path, capsys, argument, said):
@@ -106,10 +157,39 @@ def test_mistake_is_one_line_and_exit_2(folder, tmp_path, capsys, argument, said
 
 
 def test_shipped_recipes_name_methods_and_kinds_that_exist():
-    for recipe in ("compare", "compare_dev", "compare_trained"):
-        settings = config.load([f"recipe={recipe}"], EvaluateCommand).evaluate
+    for settings in shipped().values():
         assert [parse_entry(text, [*METHODS, *GATES]) for text in settings.methods]
         assert set(settings.kinds) <= set(KINDS) and settings.kinds
+        assert {kind for kinds in settings.groups.values() for kind in kinds} <= set(settings.kinds)
+
+
+def shipped():
+    """Every recipe of a comparison."""
+    names = [name for name in config.recipe_names() if name.startswith("compare")]
+    return {name: config.load([f"recipe={name}"], EvaluateCommand).evaluate for name in names}
+
+
+def test_two_recipes_hold_every_method_there_is_but_one_that_needs_a_file():
+    recipes = shipped()
+    named = {parse_entry(text, [*METHODS, *GATES]).name for name in ("compare_learned", "compare_rest") for text in recipes[name].methods}
+    assert {*METHODS} - named == {"random", "oracle", "headkv"}
+
+
+@pytest.mark.parametrize("name", ["compare_learned", "compare_inside", "compare_learned_long", "compare_inside_long"])
+def test_each_gate_has_a_twin_and_kinds_are_shared_equally(name):
+    settings = shipped()[name]
+    gates = [text.partition(":") for text in settings.methods if ":" in text]
+    seeds, twins = ({m for m, _, folder in gates if folder.endswith(end)} for end in ("-seed*", "-shuffled"))
+    assert seeds == twins and len(seeds) + len(twins) == len(gates)
+    assert settings.count % len(settings.kinds) == 0
+    assert settings.groups["trained"] + settings.groups["unseen"] == settings.kinds
+
+
+@pytest.mark.parametrize(("tuned", "by"), [("compare_learned", "compare_dev_outside"), ("compare_inside", "compare_dev_inside")])
+def test_a_comparison_chooses_by_the_development_recipe_of_its_protocol(tuned, by):
+    recipes = shipped()
+    assert recipes[tuned].choose == f"{recipes[by].out}/rows.jsonl" and recipes[by].split == "dev"
+    assert (recipes[tuned].question, recipes[tuned].budgets) == (recipes[by].question, recipes[by].budgets)
 
 
 def test_budgets_within_the_protected_tokens_are_said(folder, tmp_path, capsys):

@@ -185,14 +185,29 @@ def test_one_prompt_gives_figures_without_bounds():
 
 def test_paired_difference_of_nll_between_lines():
     assert report.difference(compared(), "h2o", "snapkv", 0.1) == report.Interval(1.0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="no row of line 'kvp'"):
+    with pytest.raises(ValueError, match=r"no rows of both lines 'kvp' and 'snapkv' at budget 0\.1"):
         report.difference(compared(), "kvp", "snapkv", 0.1)
 
 
-def test_nll_gaps_stand_against_every_other_line_but_the_full_cache():
-    header, snapkv = report.nll_gaps(compared(), "h2o")
-    assert header == ["NLL of h2o minus that of", "50%", "10%"]
-    assert snapkv == ["snapkv", "1.00 [1.00, 1.00]", "1.00 [1.00, 1.00]"]
+def test_paired_difference_over_all_budgets_is_that_of_the_means():
+    rows = [replace(r, nll=r.nll + 1) if r.line == "h2o" and r.budget == 0.5 else r for r in compared()]
+    assert report.difference(rows, "h2o", "snapkv") == report.Interval(1.5, 1.5, 1.5)
+    rest = [r for r in rows if not (r.line == "snapkv" and r.budget == 0.5)]
+    assert report.difference(rest, "h2o", "snapkv") == report.Interval(1.0, 1.0, 1.0), "only what both were run at"
+
+
+def test_gaps_hold_accuracy_and_nll_at_each_budget_and_over_all_and_name_what_is_significant():
+    rows = [replace(r, accuracy=0.0) if r.line == "snapkv" else r for r in compared()]
+    header, snapkv = report.gaps(rows, "h2o", ["snapkv"])
+    assert header[0] == "h2o minus" and header[1:] == [f"{b} {f}" for b in ("50%", "10%", "all budgets") for f in ("accuracy", "NLL")]
+    assert snapkv == ["snapkv", *["1.00 [1.00, 1.00] ahead", "1.00 [1.00, 1.00] behind"] * 3]
+    rest = [r for r in rows if not (r.line == "snapkv" and r.budget == 0.5)]
+    assert report.gaps(rest, "h2o", ["snapkv"])[1][1:3] == ["", ""]
+
+
+def test_an_interval_that_holds_zero_says_nothing():
+    gains = [report.Interval(0.1, 0.01, 0.2), report.Interval(0.1, -0.1, 0.2), report.Interval(-0.1, -0.2, -0.01)]
+    assert [report.verdict(gain) for gain in gains] == [" ahead", "", " behind"]
 
 
 # ---- tables and plot
@@ -213,6 +228,16 @@ def test_markdown_table_is_rectangular():
 def test_a_method_missing_at_a_budget_leaves_its_cells_empty():
     rows = [r for r in compared() if not (r.line == "h2o" and r.budget == 0.5)]
     assert len(report.markdown_table(report.summarise(rows)).splitlines()) == 5
+
+
+def test_what_a_budget_leaves_beside_the_protected_is_a_column():
+    rows = [row(prompt=f"p{i}", num_tokens=n, budget=0.05, num_sinks=4, num_recent=16) for i, n in enumerate((399, 400, 500))]
+    assert [r.free for r in rows] == [0, 0, 5] and row(budget=64.0, budget_form="tokens").free == 44
+    assert row(budget=640.0, budget_form="tokens").free == 80, "no more than the context has"
+    (found,) = report.summarise(rows)
+    assert found.free == pytest.approx(5 / 3)
+    header, line = report.table([found])
+    assert line[header.index("5% free")] == "2"
 
 
 def test_token_budgets_show_as_tokens():

@@ -1,5 +1,6 @@
 """A run's result is a function of traces, recipe and seed: not of interruptions, processes or kills."""
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from learnkv.checkpoint import CARD, WEIGHTS, load_gate, save_gate
 from learnkv.gates.kvp import KVP
 from learnkv.traces import format
-from learnkv.training.fit import EVENTS, LAST
+from learnkv.training.fit import EVENTS, LAST, seconds_trained
 from learnkv.training.module import learning_rate
 from learnkv.training.steps import Steps, recorded_cut, uniform_cut
 from tests.training_parts import BASE, made_folder, made_gate, made_trace, power_fails, quick, same, train
@@ -47,6 +49,19 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, traces, tmp_path
     with power_fails(KVP, step):
         train(str(traces.folder), str(tmp_path))
     assert same(train(str(traces.folder), str(tmp_path)), finished[0])
+
+
+def test_the_time_of_a_run_is_that_of_its_steps_over_interruptions(finished, traces, tmp_path, monkeypatch):
+    ticks = itertools.count(0, 10)
+    monkeypatch.setattr("learnkv.training.module.time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    with power_fails(KVP, 6):  # the last checkpoint is that of step 4
+        train(str(traces.folder), str(tmp_path))
+    assert seconds_trained(tmp_path) == 40
+    train(str(traces.folder), str(tmp_path))
+    assert seconds_trained(tmp_path) == 120
+    train(str(traces.folder), str(tmp_path))
+    assert seconds_trained(tmp_path) == 120
+    assert seconds_trained(finished[1]) > 0
 
 
 def test_a_finished_run_trains_no_more(finished, traces, monkeypatch):

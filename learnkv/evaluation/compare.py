@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -18,14 +18,16 @@ from learnkv.capture import capture, evictable_layers
 from learnkv.evaluation.choice import choose_best
 from learnkv.evaluation.contenders import WHOLE, Contender, contenders_of, gate_contender
 from learnkv.evaluation.report import FULL, summarise, text_table
-from learnkv.evaluation.rows import Cell, Row, RowFile, budget_of
+from learnkv.evaluation.rows import Cell, Row, RowFile, budget_of, read_rows
 from learnkv.gates.base import Gate
 from learnkv.geometry import max_positions
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.models import BaseModel, PreTrainedModel, describe
+from learnkv.names import unknown
 from learnkv.policy import Policy
 from learnkv.prompts import Encoded, Prompt, encode
 from learnkv.prompts.haystack import Split
+from learnkv.prompts.kinds import KINDS
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many, together
@@ -53,6 +55,7 @@ class EvaluateSettings:
     num_sinks: int = 4  # first tokens that always stay
     num_recent: int = 16  # last tokens that always stay
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of model and cache
+    groups: dict[str, list[str]] = field(default_factory=dict)  # name -> kinds that also have a table together
     choose: str = ""  # rows of a development run: each heuristic in it also runs with its best settings and allocator
     out: str = "data/comparisons/compare"  # folder of rows, tables and plot
 
@@ -63,6 +66,9 @@ class EvaluateSettings:
         for name in ("budgets", "num_tokens"):
             if not getattr(self, name):
                 raise ValueError(f"evaluate.{name} is empty, so there is nothing to compare; give one or more")
+        for kind in (kind for kinds in self.groups.values() for kind in kinds):
+            if kind not in KINDS:
+                raise unknown("prompt kind in evaluate.groups:", kind, KINDS)
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,9 @@ class Asked:
     first: int
 
 
+Task = tuple[list[Encoded], list[Asked]]  # what one prefill serves
+
+
 def plan(contenders: Sequence[Contender], budgets: Sequence[float]) -> list[Plan]:
     """Every contender at every budget as it was typed, the full cache once; each policy is made once to refuse what it must."""
     plans = [Plan(c, budget_of(b)) for c in contenders if c.scorer != "full" for b in budgets]
@@ -97,7 +106,9 @@ def plan_chosen(
     plans = []
     for budget in budgets:
         best = choose_best(rows, budget)
-        lines = {"best heuristic (chosen)": next(iter(best.values())), **{f"{scorer} (chosen)": method for scorer, method in best.items()}}
+        lines = {f"{scorer} (chosen)": method for scorer, method in best.items()}
+        if len(best) > 1:
+            lines = {"best heuristic (chosen)": next(iter(best.values())), **lines}
         opened = {c.method: c for c in contenders_of(list(best.values()), model, tokenizer, num_sinks, num_recent)}
         plans += plan([replace(opened[method], line=line) for line, method in lines.items()], [budget])
     return plans
@@ -111,7 +122,7 @@ def compare(
     *,
     path: Path | None = None,
     question: Literal["outside", "inside"] = "outside",
-    progress: Callable[[list], Iterable] = iter,
+    progress: Callable[[list[Task]], Iterable[Task]] = iter,
 ) -> list[Row]:
     """The rows of every plan on every question of every prompt.
 
@@ -123,16 +134,71 @@ def compare(
     store = RowFile(path) if path else None
     done = dict(store.done) if store else {}
     bench = Bench(model, describe(model))
-    tasks = [
-        task for prompt in prompts for task in bench.tasks(prompt, encode_prompt(model, tokenizer, prompt), plans, question == "inside")
-    ]
-    pending = [(encoded, todo) for encoded, asked in tasks if (todo := unique([a for a in asked if a.cell.key not in done]))]
-    for encoded, todo in progress(pending):
+    tasks = tasks_of(bench, tokenizer, prompts, plans, question)
+    for encoded, todo in progress(left_of(tasks, done)):
         for row in bench.rows(encoded, todo):
             done[row.key] = row
             if store:
                 store.append(row)
     return [replace(done[a.cell.key], **named(a.cell)) for _, asked in tasks for a in asked]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is left of a comparison, and how long it will take."""
+
+    rows: int
+    prompts: int
+    seconds: float
+
+
+def estimate(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    plans: Sequence[Plan],
+    *,
+    path: Path,
+    question: Literal["outside", "inside"] = "outside",
+) -> Estimate:
+    """Measured on the prompt with the most work, run twice: at first every method is timed as well, which a comparison does once.
+
+    path  rows that are there count as done; nothing is written
+    """
+    bench = Bench(model, describe(model))
+    done = {row.key: row for row in read_rows(path)} if path.exists() else {}
+    left = left_of(tasks_of(bench, tokenizer, prompts, plans, question), done)
+    if not left:
+        return Estimate(0, 0, 0.0)
+    most = max(left, key=work_of)
+    first, again = (seconds_of(bench, most) for _ in range(2))
+    others = sum(map(work_of, left)) / work_of(most) - 1
+    prompted = {asked[0].cell.prompt for _, asked in left}
+    return Estimate(sum(len(asked) for _, asked in left), len(prompted), first + again * others)
+
+
+def seconds_of(bench: Bench, task: Task) -> float:
+    began = time.perf_counter()
+    for _ in bench.rows(*task):
+        pass
+    return time.perf_counter() - began
+
+
+def work_of(task: Task) -> int:
+    """What a prompt's time goes with: tokens of its context x rows."""
+    encoded, asked = task
+    return len(encoded[0].context) * len(asked)
+
+
+def tasks_of(bench: Bench, tokenizer: Tokenizer, prompts: Sequence[Prompt], plans: Sequence[Plan], question: str) -> list[Task]:
+    """What every prefill of a comparison serves."""
+    encoded = ((prompt, encode_prompt(bench.model, tokenizer, prompt)) for prompt in prompts)
+    return [task for prompt, asked in encoded for task in bench.tasks(prompt, asked, plans, question == "inside")]
+
+
+def left_of(tasks: Sequence[Task], done: Mapping[str, Row]) -> list[Task]:
+    """The measurements that are not done, each once whatever lines show it."""
+    return [(encoded, todo) for encoded, asked in tasks if (todo := unique([a for a in asked if a.cell.key not in done]))]
 
 
 def quick_table(
@@ -216,9 +282,7 @@ class Bench:
     base: BaseModel
     costs: dict[str, float] = field(default_factory=dict)
 
-    def tasks(
-        self, prompt: Prompt, encoded: list[Encoded], plans: Sequence[Plan], inside: bool
-    ) -> Iterator[tuple[list[Encoded], list[Asked]]]:
+    def tasks(self, prompt: Prompt, encoded: list[Encoded], plans: Sequence[Plan], inside: bool) -> Iterator[Task]:
         """What one prefill serves: every question by every plan, or one question that is inside by every plan."""
         for first, asked in [(q, [asked_inside(e)]) for q, e in enumerate(encoded)] if inside else [(0, encoded)]:
             size = len(asked[0].context)

@@ -13,9 +13,10 @@ from torch import Tensor
 from learnkv import methods
 from learnkv.budgets import ALLOCATORS, Allocator, Ratio
 from learnkv.calibration import calibration_texts, query_filters
-from learnkv.checkpoint import gate_hash, load_gate
+from learnkv.checkpoint import gate_hash, load_gate, read_card
 from learnkv.evaluation.entries import Entry, parse_entry
 from learnkv.evaluation.report import FULL
+from learnkv.evaluation.trained import TWIN, Trained, trained_of
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
 from learnkv.heuristics.oracle import Oracle
@@ -37,6 +38,7 @@ class Contender:
     method       the entry without its path; `scorer` and `allocator` are its parts
     run, gate    folder and hash of a gate; of a file that a knob names the hash alone; "" without either
     policy       scorer and budget rules; budget and, for the oracle, scorer are set per cell
+    trained      of a gate that lies in a folder: what is known of its training
     """
 
     line: str
@@ -46,6 +48,7 @@ class Contender:
     run: str
     gate: str
     policy: Policy
+    trained: Trained | None = None
 
     def at(self, budget: int | Ratio, utility: Tensor | None = None) -> Policy:
         """The policy at a budget; utility [layers, H, n] is what the oracle scores by."""
@@ -56,7 +59,12 @@ class Contender:
 
 
 def contenders_of(
-    texts: Sequence[str], model: PreTrainedModel, tokenizer: Tokenizer, num_sinks: int = 4, num_recent: int = 16
+    texts: Sequence[str],
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    num_sinks: int = 4,
+    num_recent: int = 16,
+    always: Sequence[str] = ALWAYS,
 ) -> list[Contender]:
     """The contenders that entries name, full cache, random and oracle first unless they were named.
 
@@ -65,7 +73,7 @@ def contenders_of(
     names = sorted({"full", "oracle", *METHODS, *GATES})
     entries = [parse_entry(text, names) for text in texts]
     named = {entry.name for entry in entries}
-    entries = [Entry(name) for name in ALWAYS if name not in named] + entries
+    entries = [Entry(name) for name in always if name not in named] + entries
     return [c for entry in dict.fromkeys(entries) for c in open_entry(entry, model, tokenizer, num_sinks, num_recent)]
 
 
@@ -119,12 +127,20 @@ def open_gates(entry: Entry, model: PreTrainedModel, num_sinks: int, num_recent:
     if entry.knobs:
         raise ValueError(f"method {entry}: the settings of {entry.name} were fixed in training; give a folder instead, {entry.name}:folder")
     folders = entry.folders() or [shipped_gate(entry.name)]
-    loaded = [gate_contender(load_gate(f, model), f, str(entry), entry.allocator, num_sinks, num_recent) for f in folders]
+    loaded = [open_gate(folder, entry, model, num_sinks, num_recent) for folder in folders]
     for contender in loaded:
         if contender.scorer != entry.name:
             kind = contender.scorer
             raise ValueError(f"method {entry}: the gate in {contender.run} is a {kind}; write {kind}:{contender.run}")
     return loaded
+
+
+def open_gate(folder: str, entry: Entry, model: PreTrainedModel, num_sinks: int, num_recent: int) -> Contender:
+    """The gate in a folder; one that was trained on shuffled targets has a line of its own."""
+    gate = load_gate(folder, model)
+    trained = trained_of(gate, read_card(folder))
+    line = f"{entry}{TWIN if trained.shuffled else ''}"
+    return replace(gate_contender(gate, folder, line, entry.allocator, num_sinks, num_recent), trained=trained)
 
 
 def shipped_gate(name: str) -> str:

@@ -25,6 +25,7 @@ class Summary:
 
     accuracy, nll        means with 95% intervals over prompts (and runs); bounds are NaN with fewer than two prompts
     ratio                accuracy / the full cache's accuracy, paired; None where that is 0 or not among the rows
+    free                 tokens per KV head that the budget leaves beside the protected ones, mean
     span_kept, kept_mean, kept_max, bytes_held, extra_seconds, prefill_seconds    means (kept_max: the maximum)
     """
 
@@ -36,6 +37,7 @@ class Summary:
     accuracy: Interval
     nll: Interval
     ratio: Interval | None
+    free: float
     span_kept: float | None
     kept_mean: float
     kept_max: int
@@ -70,6 +72,7 @@ def summary(line: str, budget: float, kind: str, rows: list[Row], prompts: list[
         accuracy=interval(statistics.mean, accuracy),
         nll=interval(statistics.mean, nll),
         ratio=interval(statistics.ratio, accuracy, full) if full is not None and full.any() else None,
+        free=float(np.mean([row.free for row in rows])),
         span_kept=float(np.mean(spans)) if spans else None,
         kept_mean=float(np.mean([row.kept_mean for row in rows])),
         kept_max=max(row.kept_max for row in rows),
@@ -102,12 +105,25 @@ def by_prompt(rows: Sequence[Row], prompts: Sequence[str], figure: str) -> NDArr
     return np.array([[np.mean(cells[run, prompt]) for prompt in prompts] for run in runs])
 
 
-def difference(rows: Sequence[Row], line: str, other: str, budget: float, figure: str = "nll") -> Interval:
-    """Paired difference line - other of a figure ("nll", "accuracy") at a budget, with its interval; below 0 `line` is smaller."""
-    found = {name: [row for row in rows if row.line == name and row.budget == budget] for name in (line, other)}
-    for name in (line, other):
-        if not found[name]:
-            raise ValueError(f"no row of line {name!r} at budget {budget:g}; lines: {', '.join(dict.fromkeys(row.line for row in rows))}")
+def by_line(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of every line, lines in the order of the rows."""
+    lines: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        lines[row.line].append(row)
+    return dict(lines)
+
+
+def difference(rows: Sequence[Row], line: str, other: str, budget: float | None = None, figure: str = "nll") -> Interval:
+    """Paired difference line - other of a figure ("nll", "accuracy") with its interval; below 0 `line` is smaller.
+
+    budget  None takes the mean over all budgets that both were run at
+    """
+    budgets = {name: {row.budget for row in rows if row.line == name} for name in (line, other)}
+    shared = budgets[line] & budgets[other] & ({budget} if budget is not None else budgets[line])
+    if not shared:
+        at, lines = "" if budget is None else f" at budget {budget:g}", ", ".join(by_line(rows))
+        raise ValueError(f"no rows of both lines {line!r} and {other!r}{at}; lines: {lines}")
+    found = {name: [row for row in rows if row.line == name and row.budget in shared] for name in (line, other)}
     prompts = list(dict.fromkeys(row.prompt for row in found[line] + found[other]))
     return statistics.difference(*(by_prompt(found[name], prompts, figure) for name in (line, other)))
 
@@ -142,7 +158,7 @@ def table(summaries: Sequence[Summary]) -> list[list[str]]:
     budgets = sorted({s.budget for s in summaries if s.line != FULL}, reverse=True) or [1.0]
     found = {(s.line, s.budget): s for s in summaries}
     spans = any(s.span_kept is not None for s in summaries)
-    figures = ["accuracy", "NLL", "of full"] + (["span"] if spans else [])
+    figures = ["accuracy", "NLL", "of full", *(["span"] if spans else []), "free"]
     header = ["method"] + [f"{show_budget(b)} {name}" for b in budgets for name in figures] + ["extra time"]
     lines = []
     for line in dict.fromkeys(s.line for s in summaries):
@@ -152,15 +168,29 @@ def table(summaries: Sequence[Summary]) -> list[list[str]]:
     return [header, *lines]
 
 
-def nll_gaps(rows: Sequence[Row], line: str) -> list[list[str]]:
-    """Rows of cells: the NLL of `line` minus every other line's, paired, a column per budget; below 0 `line` is better."""
-    budgets = sorted({row.budget for row in rows if row.line == line}, reverse=True)
-    there = dict.fromkeys((row.line, row.budget) for row in rows if row.line not in (line, FULL))
-    lines = [
-        [other, *(show(difference(rows, line, other, b)) if (other, b) in there else "" for b in budgets)]
-        for other in dict.fromkeys(other for other, _ in there)
-    ]
-    return [[f"NLL of {line} minus that of", *map(show_budget, budgets)], *lines]
+def gaps(rows: Sequence[Row], line: str, others: Sequence[str]) -> list[list[str]]:
+    """Rows of cells: accuracy and NLL of `line` minus those of others, paired, at each budget and over all; significant ones are named."""
+    lines = by_line(rows)
+    budgets = sorted({row.budget for row in lines[line]}, reverse=True)
+    columns: list[float | None] = [*budgets, *([None] if len(budgets) > 1 else [])]
+    names = ["all budgets" if b is None else show_budget(b) for b in columns]
+    header = [f"{line} minus", *(f"{name} {figure}" for name in names for figure in ("accuracy", "NLL"))]
+    found = [[other, *(cell for b in columns for cell in gap([*lines[line], *lines[other]], line, other, b))] for other in others]
+    return [header, *found]
+
+
+def gap(rows: Sequence[Row], line: str, other: str, budget: float | None) -> list[str]:
+    """Accuracy and NLL of `line` minus those of `other`; empty where they do not meet."""
+    met = {row.budget for row in rows if row.line == line} & {row.budget for row in rows if row.line == other}
+    if not met or budget not in (None, *met):
+        return ["", ""]
+    accuracy, nll = (difference(rows, line, other, budget, figure) for figure in ("accuracy", "nll"))
+    return [show(accuracy) + verdict(accuracy), show(nll) + verdict(Interval(-nll.value, -nll.high, -nll.low))]
+
+
+def verdict(gain: Interval) -> str:
+    """What an interval that leaves out 0 says."""
+    return " ahead" if gain.low > 0 else " behind" if gain.high < 0 else ""
 
 
 def name_of(first: Summary) -> str:
@@ -169,10 +199,11 @@ def name_of(first: Summary) -> str:
 
 def figures_of(found: Summary | None, spans: bool) -> list[str]:
     if found is None:
-        return [""] * (4 if spans else 3)
+        return [""] * (5 if spans else 4)
     ratio = show(found.ratio, 100, 0, "%") if found.ratio and found.line != FULL else ""
     span = [] if not spans else ["" if found.span_kept is None else f"{found.span_kept:.2f}"]
-    return [show(found.accuracy), f"{found.nll.value:.2f}", ratio, *span]
+    free = "" if found.line == FULL else f"{found.free:.0f}"
+    return [show(found.accuracy), f"{found.nll.value:.2f}", ratio, *span, free]
 
 
 def show(figure: Interval, scale: float = 1, digits: int = 2, unit: str = "") -> str:

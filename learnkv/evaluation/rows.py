@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from zlib import crc32
 
-from learnkv.budgets import Ratio
+import torch
+
+from learnkv.budgets import Ratio, resolve
 from learnkv.counts import check_count
 from learnkv.locks import alone
 from learnkv.typed import checked
@@ -63,6 +65,13 @@ class Cell:
         shown = {"kind", "split", "num_tokens", "line", "run", "model"}
         decides = {f.name: getattr(self, f.name) for f in fields(Cell) if f.name not in shown}
         return hashlib.sha256(json.dumps([FORMAT_VERSION, decides], sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def free(self) -> int:
+        """Tokens per KV head that the budget leaves beside the protected ones."""
+        budget = Ratio(self.budget) if self.budget_form == "ratio" else int(self.budget)
+        kept = min(int(resolve(budget, torch.tensor(self.num_tokens))), self.num_tokens)
+        return max(0, kept - self.num_sinks - self.num_recent)
 
 
 @dataclass(frozen=True)

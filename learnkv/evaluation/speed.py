@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -28,6 +28,8 @@ from learnkv.runtime.step import LayerState, Step
 
 Cache = Any  # an EvictionCache, or the DynamicCache that the model makes for itself
 
+METHODS_TIMED = ("snapkv", "ada_snapkv", "h2o", "tova", "key_diff", "expected_attention", "kvzip", "dapq", "kvp")
+
 
 @dataclass
 class BenchSettings:
@@ -42,10 +44,12 @@ class BenchSettings:
     batch: int = 8  # rows of the batch measurement
     batch_tokens: int = 2048  # context of each of its rows, tokens
     kept: float = 0.1  # fraction of the context that stays
+    methods: list[str] = field(default_factory=lambda: [*METHODS_TIMED])  # of part=overhead: as in evaluate.methods
+    overhead_tokens: int = 2048  # of part=overhead: tokens of the prompt
     kvpress: str = ""  # python of an environment with kvpress, which then decodes beside; its transformers does not fit ours
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "steps", "turns", "stream", "chunk", "stream_budget", "batch", "batch_tokens"):
+        for name in ("num_tokens", "steps", "turns", "stream", "chunk", "stream_budget", "batch", "batch_tokens", "overhead_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"bench.{name}={getattr(self, name)} must be 1 or more")
         methods.policy("snapkv", self.stream_budget)

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from learnkv.gates.base import Gate
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Trace, write_atomically
-from learnkv.training.module import GateTraining, HeldOut
+from learnkv.training.module import GateTraining, HeldOut, Stopwatch
 from learnkv.training.settings import TrainSettings
 
 LAST = "last.ckpt"
@@ -47,6 +47,13 @@ def fit(gate: Gate, train: TraceDataset, heldout: TraceDataset, run: Path, setti
     return averaged.eval()
 
 
+def seconds_trained(run: Path) -> float | None:
+    """What the steps of a run took, those before its interruptions included; None where its checkpoint does not say."""
+    counted = WholeCheckpoints().load_checkpoint(run / LAST).get("callbacks", {}).get(Stopwatch().state_key, {})
+    seconds: float = counted.get("seconds", 0.0)
+    return seconds or None
+
+
 def make_trainer(run: Path, heldout: TraceDataset, settings: TrainSettings) -> Trainer:
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's count
     nodes = int(os.environ.get("WORLD_SIZE", devices)) // devices
@@ -63,6 +70,7 @@ def make_trainer(run: Path, heldout: TraceDataset, settings: TrainSettings) -> T
         logger=TensorBoardLogger(run, name=EVENTS, version=""),
         callbacks=[
             HeldOut(heldout),
+            Stopwatch(),
             ModelCheckpoint(run, Path(LAST).stem, every_n_train_steps=settings.save_every, enable_version_counter=False),
             TQDMProgressBar(refresh_rate=10),
         ],

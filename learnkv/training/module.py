@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import cast
@@ -125,6 +126,26 @@ class HeldOut(Callback):
             total += reward_of(scores, trace.targets["utility"].to(scores.device), num_sinks=PROTECTED[0], num_recent=PROTECTED[1])
         summed = cast(Tensor, module.trainer.strategy.reduce(total, reduce_op="sum"))
         return summed / len(self.traces)
+
+
+class Stopwatch(Callback):
+    """Seconds that the steps of a run took, held-out evaluations included; checkpoints carry them over interruptions."""
+
+    seconds = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.mark = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int) -> None:
+        now = time.monotonic()
+        self.seconds += now - self.mark
+        self.mark = now
+
+    def state_dict(self) -> dict[str, float]:
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        self.seconds = state_dict["seconds"]
 
 
 def draw(trainer: Trainer, rewards: Tensor) -> None:

@@ -18,9 +18,7 @@ class TrainSettings:
     seed: int = 0  # of the weights, of the order of traces and of everything drawn
     cut: Cut = "none"  # where a trace ends in a step: at its end, anywhere (same questions), or at a recorded cut (its own future)
     min_cut: int = 32  # shortest context a cut leaves, tokens
-    shuffled: bool = (
-        False  # a control: what a trace's tokens, or rows of its distilled model, are to learn is dealt out among them, for good
-    )
+    shuffled: bool = False  # a control: what tokens are worth (where outputs are distilled: what rows say) is dealt out anew, once for all
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd has a momentum of 0.9
     lr: float = 1e-3  # after warm-up
     min_lr: float = 1e-6  # at the end of the cosine

@@ -1,0 +1,50 @@
+"""What methods add to a prefill: prompts of the same tokens with each method and without any, in turns in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import Tensor
+
+from learnkv.budgets import Ratio
+from learnkv.evaluation.contenders import Contender, contenders_of
+from learnkv.evaluation.speed import BenchSettings, Figure, in_turns, prefill, tokens_of
+from learnkv.models import PreTrainedModel
+from learnkv.prompts.prompt import Tokenizer
+from learnkv.runtime.attach import attach
+from learnkv.runtime.cache import EvictionCache
+
+BOUNDS = {"lookaheadkv": "at most 1.10 x", "kvp": "at most 1.05 x", "fast_kvzip": "at most 1.05 x"}
+
+
+def overhead(model: PreTrainedModel, tokenizer: Tokenizer, settings: BenchSettings) -> Iterator[Figure]:
+    """A prefill into transformers' DynamicCache, then each method's, with its scoring, extra passes and eviction."""
+    contenders = evicting(model, tokenizer, settings)
+    ids = tokens_of(model, 1, settings.overhead_tokens)
+    runs: dict[str, Callable[[], object]] = {"plain": lambda: prefill(model, ids, None)}
+    for contender in contenders:
+        runs[contender.line] = partial(evicted_prefill, model, ids, contender, settings.kept)
+    with attach(model):
+        seconds = in_turns(runs, settings.turns)
+    yield Figure(f"prefill of {settings.overhead_tokens:,} tokens, DynamicCache", f"{seconds['plain'] * 1000:.0f} ms")
+    for contender in contenders:
+        taken = seconds[contender.line]
+        value = f"{taken * 1000:.0f} ms, {taken / seconds['plain']:.2f} x DynamicCache's"
+        yield Figure(f"prefill, `{contender.line}` to {settings.kept:.0%}", value, BOUNDS.get(contender.scorer, ""))
+
+
+def evicting(model: PreTrainedModel, tokenizer: Tokenizer, settings: BenchSettings) -> list[Contender]:
+    """The methods that were named."""
+    contenders = contenders_of(settings.methods, model, tokenizer, always=())
+    for contender in contenders:
+        if contender.scorer in ("full", "oracle"):
+            raise ValueError(f"bench.methods names {contender.scorer}, which {WHY[contender.scorer]}; leave it out")
+    return contenders
+
+
+WHY = {"full": "evicts nothing", "oracle": "knows what is asked afterwards, and here nothing is"}
+
+
+def evicted_prefill(model: PreTrainedModel, ids: Tensor, contender: Contender, kept: float) -> None:
+    prefill(model, ids, EvictionCache(contender.at(Ratio(kept)), model))

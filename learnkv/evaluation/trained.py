@@ -1,0 +1,144 @@
+"""What the gates of a comparison cost, how far their training seeds lie apart, and whether they beat their twins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from learnkv.checkpoint import Card
+from learnkv.evaluation import report
+from learnkv.evaluation.report import FULL, Summary
+from learnkv.evaluation.rows import Row
+from learnkv.gates.base import Gate
+
+TWIN = ", shuffled targets"  # how the line of a twin ends
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is known of a gate's training.
+
+    parameters  weights that were trained
+    seconds     what its steps took; None where its checkpoint does not say
+    shuffled    whether its targets were dealt out anew among the tokens: the twin of a gate trained on real ones
+    kinds       kinds of prompts it was trained on
+    """
+
+    parameters: int
+    seconds: float | None
+    shuffled: bool
+    kinds: tuple[str, ...]
+
+
+def trained_of(gate: Gate, card: Card) -> Trained:
+    """The gate's size beside what its card says."""
+    recipe = cast(dict[str, Any], card.recipe)
+    shuffled = bool(recipe.get("train", {}).get("shuffled", False))
+    kinds = tuple(dict.fromkeys(recipe.get("record", {}).get("kinds", ())))
+    return Trained(sum(p.numel() for p in gate.parameters()), card.train_seconds, shuffled, kinds)
+
+
+Lines = Mapping[str, Sequence[Trained]]  # the gates of each line, one per training run
+
+
+def costs(summaries: Sequence[Summary], gates: Lines) -> list[list[str]]:
+    """Rows of cells: weights, training and overhead of every line but the full cache's; the first two of gates alone."""
+    header = ["method", "weights", "training", "extra time of a prefill", "trained on"]
+    lines = dict.fromkeys(s.line for s in summaries if s.line != FULL)
+    own = {line: [s for s in summaries if s.line == line] for line in lines}
+    return [header, *([report.name_of(own[line][0]), *cost(own[line], gates.get(line, ()))] for line in lines)]
+
+
+def cost(own: Sequence[Summary], runs: Sequence[Trained]) -> list[str]:
+    """The cells of one line; training is the mean over its runs."""
+    seconds = [run.seconds for run in runs if run.seconds is not None]
+    weights = ", ".join(f"{count:,}" for count in dict.fromkeys(run.parameters for run in runs))
+    kinds = ", ".join(dict.fromkeys(kind for run in runs for kind in run.kinds))
+    return [weights, duration(float(np.mean(seconds))) if seconds else "", report.show_extra(own), kinds]
+
+
+def duration(seconds: float) -> str:
+    """38 s, 12 min, 1.8 h"""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def seeds(rows: Sequence[Row]) -> list[list[str]]:
+    """Rows of cells: accuracy and NLL of each training run, for the lines that have several; a header alone where none has."""
+    budgets = sorted({row.budget for row in rows if row.gate}, reverse=True)
+    prompts = list(dict.fromkeys(row.prompt for row in rows))
+    lines = [
+        [line, *(cell for b in budgets for cell in each_run(own, prompts, b))] for line, own in report.by_line(rows).items() if several(own)
+    ]
+    return [["each training run", *(f"{report.show_budget(b)} {name}" for b in budgets for name in ("accuracy", "NLL"))], *lines]
+
+
+def several(rows: Sequence[Row]) -> bool:
+    return len({row.run for row in rows if row.gate}) > 1
+
+
+def each_run(rows: Sequence[Row], prompts: Sequence[str], budget: float) -> list[str]:
+    """0.61 / 0.64 / 0.70, of accuracy and of NLL."""
+    here = [row for row in rows if row.budget == budget]
+    return (
+        [" / ".join(f"{x:.2f}" for x in report.by_prompt(here, prompts, name).mean(1)) for name in ("accuracy", "nll")]
+        if here
+        else ["", ""]
+    )
+
+
+# ---- twins
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A line of gates beside its twin, whose targets were shuffled; `cells` are the differences as they are shown."""
+
+    line: str
+    twin: str
+    reproduced: bool | None
+    cells: tuple[str, ...]
+
+
+def verdicts(rows: Sequence[Row], gates: Lines) -> list[Verdict]:
+    """Every line of gates trained on real targets beside each twin of its method, paired over prompts, over all budgets.
+
+    reproduced  the interval of the NLL's difference lies below 0; None where no twin is among the rows
+    """
+    lines = report.by_line(rows)
+    method = {line: own[0].method for line, own in lines.items()}
+    twins = [line for line in lines if line in gates and all(run.shuffled for run in gates[line])]
+    found = []
+    for line in (line for line in lines if line in gates and line not in twins):
+        own = [twin for twin in twins if method[twin] == method[line]]
+        found += [beside([*lines[line], *lines[twin]], line, twin) for twin in own] or [Verdict(line, "", None, ("", ""))]
+    return found
+
+
+def beside(rows: Sequence[Row], line: str, twin: str) -> Verdict:
+    accuracy, nll = (report.difference(rows, line, twin, figure=name) for name in ("accuracy", "nll"))
+    return Verdict(line, twin, nll.high < 0, (report.show(accuracy), report.show(nll)))
+
+
+WORDS = {True: "reproduced", False: "not reproduced", None: "no twin"}
+
+
+def twins(found: Sequence[Verdict]) -> list[list[str]]:
+    """Rows of cells: the differences and what follows from them."""
+    header = ["method minus its twin trained on shuffled targets", "twin", "accuracy, all budgets", "NLL, all budgets", ""]
+    return [header, *([v.line, v.twin, *v.cells, WORDS[v.reproduced]] for v in found)]
+
+
+def said(found: Sequence[Verdict]) -> list[str]:
+    """One line each: what beats its twin, what does not, what has none."""
+    names = {word: ", ".join(dict.fromkeys(v.line for v in found if WORDS[v.reproduced] == word)) for word in WORDS.values()}
+    notes = {
+        "reproduced": "better than their twins trained on shuffled targets",
+        "not reproduced": "not reproduced (no better than their twins)",
+        "no twin": "without a twin here",
+    }
+    return [f"{notes[word]}: {lines}" for word, lines in names.items() if lines]
