@@ -203,5 +203,5 @@ class Bundle:
         """Modules first, then names, each in order."""
         modules = sorted(f"import {home}" + (f" as {name}" if name != home else "") for home, there, name in self.imports if not there)
         homes = sorted({home for home, there, _ in self.imports if there})
-        names = {home: ", ".join(sorted(name for at, _, name in self.imports if at == home)) for home in homes}
+        names = {home: ", ".join(sorted(name for at, there, name in self.imports if there and at == home)) for home in homes}
         return "\n".join([*modules, *(f"from {home} import {names[home]}" for home in homes)])

@@ -14,7 +14,7 @@ from kvpress import BasePress
 from kvpress.utils import compute_n_kept, get_prerope_query_states
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import rotate_half
 
@@ -61,11 +61,11 @@ class ProbeTokensPress(BasePress):
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
             raise ValueError(f"{type(self).__name__} runs rows over a DynamicCache, not over a {type(cache).__name__}")
         for layer, scores in zip(cache.layers, self.row_scores(decoder, cache, B, n), strict=True):
-            best = marked(scores, self.num_sinks, self.num_recent).topk(compute_n_kept(n, self.compression_ratio)).indices.sort().values
-            index = best[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
+            kept = best(marked(scores, self.num_sinks, self.num_recent), compute_n_kept(n, self.compression_ratio))
+            index = kept[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
             layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
 
-    def row_scores(self, decoder: Any, cache: DynamicCache, B: int, n: int) -> list[Tensor]:
+    def row_scores(self, decoder: Any, cache: Any, B: int, n: int) -> list[Tensor]:
         """[B, H, n] float32 of each layer; the cache is afterwards as it was."""
         rows = self.learned.weights["tokens"].to(decoder.device, decoder.dtype)
         found: list[Tensor] = []
@@ -86,7 +86,7 @@ class ProbeTokensPress(BasePress):
         """Changes the decoder's projections for the rows; nothing by default."""
         yield from ()
 
-    def after_attention(self, cache: DynamicCache, found: list[Tensor], module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def after_attention(self, cache: Any, found: list[Tensor], module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         queries = rotated(get_prerope_query_states(module, kwargs["hidden_states"]), *kwargs["position_embeddings"])
         shares = self.share(row_attention(queries, cache.layers[module.layer_idx].keys, module.scaling))
         scores = shares.unflatten(1, (self.learned.base["num_kv_heads"], -1)).mean(2)  # [B, H, n]
@@ -125,6 +125,12 @@ class LookaheadKVPress(ProbeTokensPress):
 PROJECTIONS = {f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj")} | {
     f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")
 }
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """[B, H, count] int64 where the highest of scores [B, H, n] are, ascending; of equal ones the later, as in learnkv."""
+    order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :count]
+    return (scores.shape[-1] - 1 - order).sort().values
 
 
 def projection_of(block: nn.Module, path: str) -> nn.Module:
