@@ -27,12 +27,10 @@ class ExportCommand:
     to: str = ""  # the file, kvp_press.py; "" for the method's name with _press.py, in the working folder
     overwrite: bool = False  # replace a file that is no export
 
-    def __post_init__(self) -> None:
-        if not self.gate:
-            raise ValueError("gate= is missing; give the folder of a gate, gate=checkpoints/kvp-smollm2-135m")
-
 
 def run(command: ExportCommand) -> None:
+    if not command.gate:
+        raise ValueError("gate= is missing; give the folder of a gate, gate=checkpoints/kvp-smollm2-135m")
     gate = load_gate(command.gate)
     base = gate.base
     print(f"gate: {command.gate}, {gate.METHOD} for {base.name} ({describe_geometry(base.num_layers, base.num_kv_heads, base.head_dim)})")
