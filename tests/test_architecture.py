@@ -38,14 +38,18 @@ ALLOWED = {
     "runtime":     {"names", "counts", "version", "ops", "rope", "geometry", "observation", "policy", "budgets", "capture", "transformers",
                     "peft"},
     "training":    {"names", "ops", "gates", "traces", "lightning"},
-    "kvpress_decode": {"transformers"},
+    "kvpress_decode": {"kvpress", "transformers"},
     "checkpoint":  {"names", "typed", "version", "config", "gates", "models", "traces"},
     "published":   {"capture", "gates", "models"},
     "estimate":    {"gates", "models", "prompts", "reconstruction", "traces", "training"},
+
+    # of kernels the plain functions, which are written out into the exported file
+    "presses":     {"names", "version", "rope", "geometry", "capture", "kernels", "budgets", "gates", "checkpoint", "traces", "kvpress",
+                    "transformers"},
 }  # fmt: skip
-COMMANDS = ("record", "train", "evaluate", "generate", "bench")
+COMMANDS = ("record", "train", "evaluate", "generate", "bench", "export")
 INSIDE = {*ALLOWED, "evaluation"}
-OUTSIDE = {"triton", "transformers", "peft", "lightning", "datasets", "omegaconf"}
+OUTSIDE = {"triton", "transformers", "peft", "lightning", "datasets", "omegaconf", "kvpress"}
 ALLOWED["evaluation"] = INSIDE - {"config", "kernels"} | {"datasets"}
 ALLOWED |= {command: INSIDE - {"kernels"} for command in COMMANDS}
 ALLOWED["learnkv"] = INSIDE - {"kernels", "config"}  # the public names
