@@ -41,7 +41,7 @@ ALLOWED = {
     "kvpress_decode": {"kvpress", "transformers"},
     "checkpoint":  {"names", "typed", "version", "config", "gates", "models", "traces"},
     "published":   {"capture", "gates", "models"},
-    "estimate":    {"gates", "models", "prompts", "reconstruction", "traces", "training"},
+    "estimate":    {"gates", "geometry", "models", "prompts", "reconstruction", "traces", "training"},
 
     # of kernels the plain functions, which are written out into the exported file
     "presses":     {"names", "version", "rope", "geometry", "capture", "kernels", "budgets", "gates", "checkpoint", "traces", "kvpress",

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learnkv.gates.kvp import LOG_SPAN, neighbourhood_mean
+from learnkv.gates.kvp import neighbourhood_mean
+from learnkv.gates.network import LOG_SPAN
 from learnkv.kernels.reference import BranchWeights, TrunkWeights, mlp_scorer
 from learnkv.presses.common import GatePress, Seen
 from learnkv.rope import turn_back
