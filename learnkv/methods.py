@@ -13,6 +13,7 @@ from learnkv.checkpoint import load_gate
 from learnkv.gates.dms import DMS
 from learnkv.gates.duo_attention import DuoAttention
 from learnkv.gates.fast_kvzip import FastKVzip
+from learnkv.gates.foresight import Foresight
 from learnkv.gates.judge_q import JudgeQ
 from learnkv.gates.kvp import KVP
 from learnkv.gates.kvzap import KVzap
@@ -255,6 +256,7 @@ METHODS: dict[str, Method] = {
     "keep_digits": Method(KeepDigits),
     "keep_rare": Method(KeepRare),
     "kvp": GateMethod(KVP, "2602.10238"),
+    "foresight": GateMethod(Foresight, allocate="adaptive_global"),
     "fast_kvzip": GateMethod(FastKVzip, "2601.17668", allocate="adaptive_global"),
     "kvzap": ThresholdMethod(KVzap, "2601.07891", allocate="adaptive_global", num_recent=128),
     "locret": GateMethod(Locret, "2410.01805"),

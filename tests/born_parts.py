@@ -26,7 +26,12 @@ from tests.tiny_models import prompt, tiny
 from tests.training_parts import quick, written
 
 BORN = sorted(name for name, gate in GATES.items() if issubclass(gate, BornGate))
-KNOBS: dict[str, dict[str, object]] = {"fast_kvzip": dict(width=4, num_sinks=3), "kvzap": dict(width=6), "locret": dict(width=6)}
+KNOBS: dict[str, dict[str, object]] = {
+    "fast_kvzip": dict(width=4, num_sinks=3),
+    "kvzap": dict(width=6),
+    "locret": dict(width=6),
+    "foresight": dict(width=6, inner_width=4),
+}
 WHOLE, ONWARD = torch.tensor([11, 12, 13]), torch.tensor([14, 15, 16, 17])
 
 

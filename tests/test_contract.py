@@ -89,6 +89,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 GATE_CONFIGS: dict[str, dict[str, object]] = {
     "kvp": dict(branch_width=6, width=10),
     "fast_kvzip": dict(width=4, num_sinks=3),
+    "foresight": dict(width=6, inner_width=4),
     "kvzap": dict(width=6),
     "locret": dict(width=6),
     "trimkv": dict(width=6),
@@ -289,7 +290,7 @@ def test_scores_are_numbers_in_full_and_half_precision(case):
 # a token's score is decided when it is born and by nothing that eviction changes: its position, its id
 BY_TOKEN = {"streaming_llm", "sliding_window", "random", "oracle", "keep_digits"}
 # likewise, by its key, value or hidden state: which eviction changes in all layers but the first that evicts
-BY_KEY = {"key_norm", "fast_kvzip", "kvzap", "locret"}
+BY_KEY = {"key_norm", "fast_kvzip", "foresight", "kvzap", "locret"}
 
 
 @pytest.mark.parametrize("case", [param for param in CASES if param.values[0].method in BY_TOKEN | BY_KEY])

@@ -22,6 +22,7 @@ from learnkv.version import __version__
 PRESSES = {  # method -> module of learnkv.presses, class
     "kvp": ("kvp", "KVPPress"),
     "fast_kvzip": ("fast_kvzip", "FastKVzipPress"),
+    "foresight": ("foresight", "ForesightPress"),
     "kvzap": ("kvzap", "KVzapPress"),
     "locret": ("locret", "LocretPress"),
     "trimkv": ("trimkv", "TrimKVPress"),

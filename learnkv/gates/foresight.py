@@ -1,0 +1,111 @@
+"""Foresight, our own: one scale for all heads, learned from questions that were asked and from one that never ends, "repeat it all"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from learnkv.gates.base import Batch, refuse_below, stacked_linear
+from learnkv.gates.born import HiddenGate
+from learnkv.gates.ranking import PROTECTED, Items, listnet_model, unprotected
+from learnkv.models import BaseModel
+from learnkv.observation import Observation
+from learnkv.traces.format import Trace
+
+
+@dataclass(frozen=True)
+class ForesightConfig:
+    """What won on kinds of prompts left out of training, by answers and NLL at 10% and 5%."""
+
+    width: int = 128  # of the first hidden layer
+    inner_width: int = 64  # of the second
+    reconstruction: float = 1.0  # weight of KVzip's score in what a token is worth, beside its utility
+
+    def __post_init__(self) -> None:
+        refuse_below(1, width=self.width, inner_width=self.inner_width)
+        if self.reconstruction < 0:
+            raise ValueError(f"reconstruction={self.reconstruction} is the weight of a target; give 0 or more")
+
+
+class Foresight(HiddenGate):
+    """A small network per layer from hidden state and position to a score per head; keys and values are linear in the hidden state.
+
+    A token is worth its utility, the attention that the questions of the trace paid to it (arXiv:2602.10238), plus the attention that
+    repeating the context pays (arXiv:2505.23416): a kind of question that no trace asks finds what it needs among the second.  One
+    softmax over the tokens of all heads and layers is trained to the shares of that worth, so that scores lie on one scale and heads
+    compete for one budget: allocate="adaptive_global".  A score is written when its token is born: no pass beside the model's own,
+    nothing to keep for decoding.
+    """
+
+    METHOD = "foresight"
+    READS = frozenset({"hidden", "reconstruction"})
+    Config = ForesightConfig
+    config: ForesightConfig
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, config: ForesightConfig, base: BaseModel) -> None:
+        super().__init__(config, base)
+        L, M, H = base.num_layers, base.hidden_size, base.num_kv_heads
+        self.first = Normed(L, M + 1, config.width)
+        self.second = Normed(L, config.width, config.inner_width)
+        self.last = stacked_linear(L, config.inner_width, H)
+        self.register_buffer("mean", torch.zeros(L, 1, M))
+        self.register_buffer("deviation", torch.ones(L, 1, M))
+
+    def forward(self, features: Tensor, layers: slice) -> Tensor:
+        """features [l, R, M + 1] -> [l, H, R] float32 scores by the weights of `layers`; the last feature is of the token's position."""
+        hidden, position = features[..., :-1].float(), features[..., -1:].float()
+        x = torch.cat([(hidden - self.mean[layers]) / self.deviation[layers], position], -1)
+        x = self.second(self.first(x, layers), layers)
+        return torch.bmm(x, self.last[layers]).mT.float()
+
+    def new_features(self, obs: Observation) -> Tensor:
+        return with_position(super().new_features(obs), obs.new_positions)
+
+    def trace_features(self, trace: Trace) -> Tensor:
+        hidden = super().trace_features(trace)
+        return with_position(hidden, torch.arange(len(trace.ids), device=hidden.device))
+
+    def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
+        """Cross-entropy to the shares of worth over all heads, what a policy protects left out."""
+        worth = self.recorded(trace, "utility") + self.config.reconstruction * self.recorded(trace, "reconstruction")
+        items = Items(worth[:, :, None], torch.tensor([worth.shape[-1]], device=worth.device), batch)
+        scores = self(self.trace_features(trace), slice(None))[:, :, None]
+        return listnet_model(*unprotected(scores, items, *PROTECTED), permutations=0)[0].sum()
+
+    @torch.no_grad()
+    def prepare(self, traces: Sequence[Trace]) -> None:
+        """Mean and deviation of the hidden states."""
+        hidden = torch.cat([self.recorded(trace, "hidden").float() for trace in traces], 1)
+        self.mean.copy_(hidden.mean(1, keepdim=True))
+        self.deviation.copy_(hidden.std(1, keepdim=True) + 1e-5)
+
+
+class Normed(nn.Module):
+    """Linear, LayerNorm, SiLU, stacked over layers."""
+
+    def __init__(self, layers: int, size: int, width: int) -> None:
+        super().__init__()
+        self.weight = stacked_linear(layers, size, width)
+        self.bias = nn.Parameter(torch.zeros(layers, 1, width))
+        self.gain = nn.Parameter(torch.ones(layers, 1, width))
+        self.offset = nn.Parameter(torch.zeros(layers, 1, width))
+
+    def forward(self, x: Tensor, layers: slice) -> Tensor:
+        """[l, R, size] -> [l, R, width]."""
+        x = F.layer_norm(torch.baddbmm(self.bias[layers], x, self.weight[layers]), self.bias.shape[-1:])
+        return F.silu(torch.addcmul(self.offset[layers], x, self.gain[layers]))
+
+
+LOG_SPAN = 8.0  # log of about 3,000 tokens: keeps the position near 1
+
+
+def with_position(hidden: Tensor, positions: Tensor) -> Tensor:
+    """[..., R, M + 1] in float32 of hidden [..., R, M] and positions that broadcast to [..., R]; anything where those are below 0."""
+    position = (positions.clamp(min=0).float().log1p() / LOG_SPAN).expand(hidden.shape[:-1])
+    return torch.cat([hidden.float(), position[..., None]], -1)

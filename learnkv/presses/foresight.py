@@ -1,0 +1,30 @@
+"""Foresight as a press."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from learnkv.gates.foresight import with_position
+from learnkv.presses.common import GatePress, Seen
+
+
+class ForesightPress(GatePress):
+    """A small network on hidden state and position, whose scores compare across heads.
+
+    AdaKVPress(Press(ratio)) is nearest to the budget that it was trained for, which is one over the heads of all layers.
+    """
+
+    streams: ClassVar[bool] = True
+
+    def gate_score(self, seen: Seen) -> Tensor:
+        w = seen.weights
+        features = with_position(seen.hidden, seen.positions)
+        x = torch.cat([(features[..., :-1] - w["mean"]) / w["deviation"], features[..., -1:]], -1)
+        for at in ("first", "second"):
+            x = F.layer_norm(x @ w[f"{at}.weight"] + w[f"{at}.bias"], w[f"{at}.bias"].shape[-1:])
+            x = F.silu(w[f"{at}.offset"] + x * w[f"{at}.gain"])
+        return (x @ w["last"]).mT
