@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from learnkv.gates.base import Batch, refuse_below, stacked_linear
 from learnkv.gates.born import HiddenGate
-from learnkv.gates.ranking import PROTECTED, Items, listnet_model, unprotected
+from learnkv.gates.ranking import LEAST_COST, PROTECTED
 from learnkv.models import BaseModel
 from learnkv.observation import Observation
 from learnkv.traces.format import Trace
@@ -72,11 +72,17 @@ class Foresight(HiddenGate):
         return with_position(hidden, torch.arange(len(trace.ids), device=hidden.device))
 
     def trace_loss(self, batch: Batch, trace: Trace) -> Tensor:
-        """Cross-entropy to the shares of worth over all heads, what a policy protects left out."""
+        """KL(shares of worth || softmax of the scores), both over the tokens of all heads but those that a policy protects.
+
+        Times the number of heads, which makes it the size of KVP's.
+        """
+        n = len(trace.ids)
+        first = min(PROTECTED[0], n - 1)
+        rest = slice(first, max(first + 1, n - PROTECTED[1]))
         worth = self.recorded(trace, "utility") + self.config.reconstruction * self.recorded(trace, "reconstruction")
-        items = Items(worth[:, :, None], torch.tensor([worth.shape[-1]], device=worth.device), batch)
-        scores = self(self.trace_features(trace), slice(None))[:, :, None]
-        return listnet_model(*unprotected(scores, items, *PROTECTED), permutations=0)[0].sum()
+        share = worth[..., rest].flatten() / worth[..., rest].sum().clamp(min=LEAST_COST)
+        logprob = self(self.trace_features(trace), slice(None))[..., rest].flatten().log_softmax(0)
+        return F.kl_div(logprob, share, reduction="sum") * worth[..., 0].numel()
 
     @torch.no_grad()
     def prepare(self, traces: Sequence[Trace]) -> None:
