@@ -144,7 +144,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(name, tmp_path):
     assert same(train(name, tmp_path / "traces", tmp_path / "stopped", steps=6), whole)
 
 
-@pytest.mark.parametrize("recipe", [*BORN, *(f"paper/{name}" for name in BORN if METHODS[name].arxiv)])
+@pytest.mark.parametrize("recipe", [*BORN, *(f"paper/{name}" for name in BORN if METHODS[name].paper)])
 def test_a_recipe_records_what_its_method_reads(recipe):
     command = config.load([f"recipe={recipe}"], TrainCommand)
     config_of(command)
