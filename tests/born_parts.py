@@ -30,7 +30,7 @@ KNOBS: dict[str, dict[str, object]] = {
     "fast_kvzip": dict(width=4, num_sinks=3),
     "kvzap": dict(width=6),
     "locret": dict(width=6),
-    "foresight": dict(width=6, inner_width=4),
+    "foresight": dict(width=6, inner_width=4, pooling=0.0),
 }
 WHOLE, ONWARD = torch.tensor([11, 12, 13]), torch.tensor([14, 15, 16, 17])
 

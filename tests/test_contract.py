@@ -290,7 +290,7 @@ def test_scores_are_numbers_in_full_and_half_precision(case):
 # a token's score is decided when it is born and by nothing that eviction changes: its position, its id
 BY_TOKEN = {"streaming_llm", "sliding_window", "random", "oracle", "keep_digits"}
 # likewise, by its key, value or hidden state: which eviction changes in all layers but the first that evicts
-BY_KEY = {"key_norm", "fast_kvzip", "foresight", "kvzap", "locret"}
+BY_KEY = {"key_norm", "fast_kvzip", "kvzap", "locret"}
 
 
 @pytest.mark.parametrize("case", [param for param in CASES if param.values[0].method in BY_TOKEN | BY_KEY])

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from learnkv.gates.foresight import LOG_SPAN, Foresight, ForesightConfig
 from learnkv.gates.ranking import PROTECTED
 from learnkv.models import BaseModel
-from tests.born_parts import gate_for, recorded
-from tests.training_parts import batch_of
+from learnkv.runtime.attach import attach
+from learnkv.runtime.cache import EvictionCache
+from tests.born_parts import gate_for, model_of, recorded
+from tests.training_parts import Noting, batch_of
 
 
 def by_hand(gate: Foresight, trace, layer: int) -> torch.Tensor:
@@ -24,7 +26,7 @@ def by_hand(gate: Foresight, trace, layer: int) -> torch.Tensor:
 
 
 def test_scores_are_the_formula():
-    gate, trace = gate_for("foresight"), recorded(9)
+    gate, trace = gate_for("foresight", pooling=0.0), recorded(9)
     gate.prepare([trace])
     scores = gate.score_trace(trace)
     for layer in range(len(scores)):
@@ -34,7 +36,7 @@ def test_scores_are_the_formula():
 @torch.no_grad()
 @pytest.mark.parametrize("weight", [0.0, 2.0])
 def test_the_loss_is_the_divergence_from_the_shares_of_worth_over_all_heads(weight):
-    gate, trace = gate_for("foresight", reconstruction=weight), recorded(40)
+    gate, trace = gate_for("foresight", reconstruction=weight, pooling=0.0), recorded(40)
     sinks, recent = PROTECTED
     inner = slice(sinks, 40 - recent)
     worth = (trace.targets["utility"] + weight * trace.targets["reconstruction"])[..., inner].double()
@@ -57,9 +59,22 @@ def test_the_gate_for_the_bundled_model_has_less_than_12_megabytes():
     [
         (dict(width=0), "width=0 is below 1"),
         (dict(inner_width=0), "inner_width=0 is below 1"),
+        (dict(pooling=1.5), "pooling=1.5 is a share"),
         (dict(reconstruction=-1.0), "reconstruction=-1.0 is the weight of a target"),
     ],
 )
 def test_mistaken_knobs_are_refused(knobs, words):
     with pytest.raises(ValueError, match=words):
         ForesightConfig(**knobs)
+
+
+@torch.no_grad()
+def test_a_served_score_holds_its_neighbourhoods_share_as_a_traces_does():
+    gate, trace = gate_for("foresight", pooling=0.3), recorded(40)
+    own = gate_for("foresight").score_trace(trace)
+    around = torch.stack([own[..., max(0, i - 2) : i + 3].mean(-1) for i in range(40)], -1)
+    torch.testing.assert_close(gate.score_trace(trace), 0.7 * own + 0.3 * around, rtol=1e-5, atol=1e-6)
+    policy = Noting(gate, 10, num_sinks=1, num_recent=2)
+    with attach(model_of()):
+        model_of()(trace.ids[None], cache=EvictionCache(policy, model_of()))
+    torch.testing.assert_close(torch.cat(policy.scores), gate.score_trace(trace), rtol=1e-6, atol=1e-6)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from learnkv import ops
-from learnkv.gates.kvp import KVP, KVPConfig, neighbourhood_mean, positive_fit
+from learnkv.gates.kvp import KVP, KVPConfig, positive_fit
+from learnkv.gates.neighbours import neighbourhood_mean, with_neighbours
 from learnkv.gates.ranking import LOSSES, Items, normalised_reward, order_reward, ranks_of, reward_of, sample, soft_rank
 from learnkv.models import BaseModel
 from learnkv.observation import Observation
@@ -260,7 +261,7 @@ def test_a_reach_beyond_the_context_is_the_whole_context():
 
 def test_without_pooling_an_infinite_score_stays_its_own():
     scores = torch.tensor([[[1.0, float("inf"), 3.0]]])
-    assert torch.equal(made_gate(replace(SMALL, pooling=0)).pooled(scores, torch.arange(3).expand(1, 1, 3)), scores)
+    assert torch.equal(with_neighbours(scores, torch.arange(3).expand(1, 1, 3), 0.0, 2), scores)
 
 
 def test_a_served_score_holds_its_neighbourhoods_share_and_the_loss_none_of_it():

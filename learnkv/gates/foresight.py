@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from learnkv.gates.base import Batch, refuse_below, stacked_linear
 from learnkv.gates.born import HiddenGate
+from learnkv.gates.neighbours import refuse_pooling, with_neighbours
 from learnkv.gates.ranking import LEAST_COST, PROTECTED
 from learnkv.models import BaseModel
 from learnkv.observation import Observation
@@ -23,10 +24,13 @@ class ForesightConfig:
 
     width: int = 128  # of the first hidden layer
     inner_width: int = 64  # of the second
-    reconstruction: float = 1.0  # weight of KVzip's score in what a token is worth, beside its utility
+    reconstruction: float = 0.25  # weight of KVzip's score in what a token is worth, beside its utility
+    pooling: float = 0.3  # share in a served score of the mean over the token's neighbourhood; 0 for none
+    reach: int = 2  # positions that the neighbourhood reaches to both sides
 
     def __post_init__(self) -> None:
         refuse_below(1, width=self.width, inner_width=self.inner_width)
+        refuse_pooling(self.pooling, self.reach)
         if self.reconstruction < 0:
             raise ValueError(f"reconstruction={self.reconstruction} is the weight of a target; give 0 or more")
 
@@ -37,8 +41,8 @@ class Foresight(HiddenGate):
     A token is worth its utility, the attention that the questions of the trace paid to it (arXiv:2602.10238), plus the attention that
     repeating the context pays (arXiv:2505.23416): a kind of question that no trace asks finds what it needs among the second.  One
     softmax over the tokens of all heads and layers is trained to the shares of that worth, so that scores lie on one scale and heads
-    compete for one budget: allocate="adaptive_global".  A score is written when its token is born: no pass beside the model's own,
-    nothing to keep for decoding.
+    compete for one budget: allocate="adaptive_global".  A token's own score is written when it is born: no pass beside the model's
+    own, nothing to keep for decoding; served, it is mixed with its neighbours', as SnapKV pools attention.
     """
 
     METHOD = "foresight"
@@ -63,6 +67,14 @@ class Foresight(HiddenGate):
         x = torch.cat([(hidden - self.mean[layers]) / self.deviation[layers], position], -1)
         x = self.second(self.first(x, layers), layers)
         return torch.bmm(x, self.last[layers]).mT.float()
+
+    def score(self, obs: Observation) -> Tensor:
+        return with_neighbours(super().score(obs), obs.positions, self.config.pooling, self.config.reach)
+
+    def score_trace(self, trace: Trace) -> Tensor:
+        scores = super().score_trace(trace)
+        positions = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
+        return with_neighbours(scores, positions, self.config.pooling, self.config.reach)
 
     def new_features(self, obs: Observation) -> Tensor:
         return with_position(super().new_features(obs), obs.new_positions)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learnkv.gates.base import Batch, Gate, refuse_below
+from learnkv.gates.neighbours import refuse_pooling, with_neighbours
 from learnkv.gates.network import Branch, HeadNetwork, Heads, NetworkConfig
 from learnkv.gates.ranking import LOSSES, OVER_ALL_HEADS, UTILITY_FLOOR, Items, unprotected
 from learnkv.models import BaseModel
@@ -19,7 +20,6 @@ from learnkv.rope import turn_back
 from learnkv.traces.format import Trace
 
 INPUTS = ("keys", "values")
-MAX_REACH = 64
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,8 @@ class KVPConfig(NetworkConfig):
                 raise unknown("input", name, INPUTS)
         if not self.inputs and self.positions == "none":
             raise ValueError("inputs=[] with positions=none leaves the gate nothing to read; give one of them")
-        refuse_below(1, reach=self.reach, permutations=self.permutations)
-        if not 0 <= self.pooling <= 1:
-            raise ValueError(f"pooling={self.pooling} is a share; give 0 to 1")
-        if self.reach > MAX_REACH:
-            raise ValueError(f"reach={self.reach} is no neighbourhood any more; give 1 to {MAX_REACH} positions")
+        refuse_below(1, permutations=self.permutations)
+        refuse_pooling(self.pooling, self.reach)
         refuse_below(0, num_sinks=self.num_sinks, num_recent=self.num_recent)
 
 
@@ -117,22 +114,17 @@ class KVP(HeadNetwork, Gate):
         of_tokens = {name: rows(x)[None] for name, x in read.items()}
         features = Features(rows(obs.positions)[None], obs.num_seen.repeat_interleave(L), **of_tokens)
         scores = self(features, slice(obs.layer, obs.layer + 1)).view(H, B, L).transpose(0, 1)
-        return self.pooled(scores, obs.positions)
+        return with_neighbours(scores, obs.positions, self.config.pooling, self.config.reach)
 
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
         scores = self.trace_scores(trace)
-        return self.pooled(scores, torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape))
+        positions = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
+        return with_neighbours(scores, positions, self.config.pooling, self.config.reach)
 
     def trace_scores(self, trace: Trace) -> Tensor:
         """[layers, H, n] scores of each token by itself, which the losses rank."""
         return self(self.trace_features([trace], slice(None)), slice(None))
-
-    def pooled(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """[B, H, L] scores with the neighbourhood's share in them."""
-        if not self.config.pooling:
-            return scores
-        return torch.lerp(scores, neighbourhood_mean(scores, positions, self.config.reach), self.config.pooling)
 
     def trace_features(self, traces: Sequence[Trace], layers: slice) -> Features:
         """Rows of the traces side by side, each padded to the longest: R = B * n."""
@@ -224,23 +216,6 @@ LEAST_SLOPE = 1e-3  # below it float32 would merge neighbours
 
 
 # ---- from traces and caches to rows
-
-
-def neighbourhood_mean(scores: Tensor, positions: Tensor, reach: int) -> Tensor:
-    """Mean over each token and the tokens held at most `reach` positions away from it.
-
-    scores     [B, H, L] float32, any value on empty slots
-    positions  [B, H, L] ascending, -1 on empty slots, which lie at the tail
-    returns    [B, H, L]
-    """
-    total, count = scores.clone(), torch.ones_like(scores)
-    for step in range(1, min(reach, scores.shape[-1] - 1) + 1):  # slots apart: at least as many positions
-        here, there = slice(None, -step), slice(step, None)
-        near = (positions[..., there] >= 0) & (positions[..., there] - positions[..., here] <= reach)
-        for to, source in ((here, there), (there, here)):
-            total[..., to] += scores[..., source].masked_fill(~near, 0)
-            count[..., to] += near
-    return total / count
 
 
 def rows(x: Tensor) -> Tensor:

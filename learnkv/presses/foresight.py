@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from learnkv.gates.foresight import with_position
+from learnkv.gates.neighbours import with_neighbours
 from learnkv.presses.common import GatePress, Seen
 
 
@@ -18,8 +17,6 @@ class ForesightPress(GatePress):
     AdaKVPress(Press(ratio)) is nearest to the budget that it was trained for, which is one over the heads of all layers.
     """
 
-    streams: ClassVar[bool] = True
-
     def gate_score(self, seen: Seen) -> Tensor:
         w = seen.weights
         features = with_position(seen.hidden, seen.positions)
@@ -27,4 +24,5 @@ class ForesightPress(GatePress):
         for at in ("first", "second"):
             x = F.layer_norm(x @ w[f"{at}.weight"] + w[f"{at}.bias"], w[f"{at}.bias"].shape[-1:])
             x = F.silu(w[f"{at}.offset"] + x * w[f"{at}.gain"])
-        return (x @ w["last"]).mT
+        scores, config = (x @ w["last"]).mT, self.learned.config
+        return with_neighbours(scores, seen.positions.expand(scores.shape), config["pooling"], config["reach"])

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learnkv.gates.kvp import neighbourhood_mean
+from learnkv.gates.neighbours import with_neighbours
 from learnkv.gates.network import LOG_SPAN
 from learnkv.kernels.reference import BranchWeights, TrunkWeights, mlp_scorer
 from learnkv.presses.common import GatePress, Seen
@@ -24,9 +24,7 @@ class KVPPress(GatePress):
         inputs = {"keys": self.keys_as_read(seen), "values": seen.values}
         read = [inputs[name] for name in config["inputs"]]
         scores = mlp_scorer(read, self.position_features(seen), *self.network(seen))
-        if not config["pooling"]:
-            return scores
-        return torch.lerp(scores, neighbourhood_mean(scores, seen.positions.expand(scores.shape), config["reach"]), config["pooling"])
+        return with_neighbours(scores, seen.positions.expand(scores.shape), config["pooling"], config["reach"])
 
     def keys_as_read(self, seen: Seen) -> Tensor:
         """[B, H, n, D] keys without RoPE where the gate was trained so."""
