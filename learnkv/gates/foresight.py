@@ -24,7 +24,7 @@ class ForesightConfig:
 
     width: int = 128  # of the first hidden layer
     inner_width: int = 64  # of the second
-    reconstruction: float = 0.25  # weight of KVzip's score in what a token is worth, beside its utility
+    reconstruction: float = 0.1  # weight of KVzip's score in what a token is worth, beside its utility
     pooling: float = 0.3  # share in a served score of the mean over the token's neighbourhood; 0 for none
     reach: int = 2  # positions that the neighbourhood reaches to both sides
 
