@@ -85,6 +85,11 @@ def load_gate(path: str | Path, model: PreTrainedModel | None = None) -> Gate:
     path   folder with gate.json and gate.safetensors
     model  the base model it shall serve: another geometry is a ValueError, other weights a warning
     """
+    return load_with_card(path, model)[0]
+
+
+def load_with_card(path: str | Path, model: PreTrainedModel | None = None) -> tuple[Gate, Card]:
+    """`load_gate`, and what the gate's card says of its training."""
     folder = Path(path)
     card, tensors = read_weights(folder / WEIGHTS)
     check_card(folder / CARD, card)
@@ -92,12 +97,7 @@ def load_gate(path: str | Path, model: PreTrainedModel | None = None) -> Gate:
     load_tensors(gate, tensors, folder / WEIGHTS)
     if model is not None:
         check_model(folder, card.base_model, describe(model))
-    return gate.eval().requires_grad_(False)
-
-
-def read_card(path: str | Path) -> Card:
-    """What the gate in a folder says of itself and of its training."""
-    return read_weights(Path(path) / WEIGHTS)[0]
+    return gate.eval().requires_grad_(False), card
 
 
 def build_gate(card: Card, folder: Path) -> Gate:

@@ -28,7 +28,6 @@ from learnkv.traces.record import (
     trace_config,
     wanted,
 )
-from learnkv.traces.targets import RECONSTRUCTIONS
 from learnkv.training import TrainSettings
 
 CHARS = 4  # of a text, taken for a token: there need not be a tokenizer
@@ -76,7 +75,7 @@ def refuse_long(model: PreTrainedModel, jobs: list[Trace], settings: RecordSetti
     limit = max_positions(model)
     for job in jobs:
         after = [len(asked.question) + num_answer(asked, settings) for asked in job.questions]
-        rows = [count(ONWARD) + OVERLAP + min(len(job.ids), CHUNK_SIZE)] if repeated(settings) else []
+        rows = [count(ONWARD) + OVERLAP + min(len(job.ids), CHUNK_SIZE)] if settings.repeats else []
         refuse_beyond(limit, f"a prompt of kind {job.kind}", len(job.ids), max(after + rows))
 
 
@@ -105,7 +104,7 @@ def job_of(name: str, prompt: Prompt, num_context: int, settings: RecordSettings
         Continuation(empty(0 if inside else question), empty(count(asked.answer)), empty(0))
         for question, asked in zip(questions, prompt.questions, strict=True)
     ]
-    whole, onward = (empty(count(text)) if repeated(settings) else None for text in (WHOLE, ONWARD))
+    whole, onward = (empty(count(text)) if settings.repeats else None for text in (WHOLE, ONWARD))
     return Trace(
         name,
         prompt.kind,
@@ -126,10 +125,6 @@ def empty(length: int) -> Tensor:
     return torch.empty(length, dtype=torch.int64, device="meta")
 
 
-def repeated(settings: RecordSettings) -> bool:
-    return bool(set(RECONSTRUCTIONS) & set(settings.holds))
-
-
 # ---- tokens that the model runs
 
 
@@ -143,7 +138,7 @@ def recorded_tokens(job: Trace, settings: RecordSettings) -> int:
 
 def measured_tokens(job: Trace, settings: RecordSettings) -> int:
     """To compute what the trace holds once its tokens are known."""
-    rows = len(job.ids) + -(-len(job.ids) // CHUNK_SIZE) * (count(ONWARD) + OVERLAP) if repeated(settings) else 0
+    rows = len(job.ids) + -(-len(job.ids) // CHUNK_SIZE) * (count(ONWARD) + OVERLAP) if settings.repeats else 0
     return len(job.ids) + continued_tokens(job, settings) + rows
 
 

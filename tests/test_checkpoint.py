@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnkv.checkpoint import CARD, WEIGHTS, gate_hash, load_gate, read_card, save_gate
+from learnkv.checkpoint import CARD, WEIGHTS, gate_hash, load_gate, load_with_card, save_gate
 from learnkv.gates.kvp import KVPConfig
 from learnkv.models import describe
 from tests.recording import tiny_model
@@ -58,14 +58,14 @@ def test_card_says_what_the_gate_is(folder):
 
 def test_the_time_of_a_training_is_kept_and_decides_no_score(folder, tmp_path):
     save_gate(made_gate(), tmp_path / "timed", RECIPE, train_seconds=12.5)
-    assert (read_card(tmp_path / "timed").train_seconds, read_card(folder).train_seconds) == (12.5, None)
+    assert (load_with_card(tmp_path / "timed")[1].train_seconds, load_with_card(folder)[1].train_seconds) == (12.5, None)
     assert gate_hash(load_gate(tmp_path / "timed")) == gate_hash(load_gate(folder))
 
 
 def test_a_card_from_before_times_were_kept_loads():
     shipped = Path(__file__).parents[1] / "checkpoints" / "kvp-smollm2-135m"
-    assert read_card(shipped).method == load_gate(shipped).METHOD
-    assert "train_seconds" in json.loads((shipped / CARD).read_text()) or read_card(shipped).train_seconds is None
+    assert load_with_card(shipped)[1].method == load_gate(shipped).METHOD
+    assert "train_seconds" in json.loads((shipped / CARD).read_text()) or load_with_card(shipped)[1].train_seconds is None
 
 
 def test_killed_between_the_two_files_the_new_gate_loads(folder, tmp_path):

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from learnkv.gates.foresight import LOG_SPAN, Foresight, ForesightConfig
+from learnkv.gates.foresight import Foresight, ForesightConfig
+from learnkv.gates.network import LOG_SPAN
 from learnkv.gates.ranking import PROTECTED
 from learnkv.models import BaseModel
 from learnkv.runtime.attach import attach

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from learnkv import config
-from learnkv.checkpoint import load_gate, read_card
+from learnkv.checkpoint import load_gate, load_with_card
 from learnkv.evaluation.reward import last_queries, rewards, score_trace
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.locks import alone
@@ -59,7 +59,7 @@ def test_one_command_records_trains_and_compares(recipe, capsys):
     assert "0 there, 20 to record" in out
     folder = Path("checkpoints/runs/tiny")
     assert {"gate.json", "gate.safetensors", "recipe.yaml", "events", "last.ckpt"} == {path.name for path in folder.iterdir()}
-    assert load_gate(folder).knobs()["width"] == 6 and read_card(folder).train_seconds > 0
+    assert load_gate(folder).knobs()["width"] == 6 and load_with_card(folder)[1].train_seconds > 0
     for name in ("kvp", "random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"):
         assert out.count(f"\n{name}") >= 2, name
     assert f"next: python -m learnkv.generate model={recipe.parent / 'model'} method=kvp+adaptive:{folder} compare=true" in out

@@ -13,7 +13,7 @@ from torch import Tensor
 from learnkv import methods
 from learnkv.budgets import ALLOCATORS, Allocator, Ratio
 from learnkv.calibration import calibration_texts, query_filters
-from learnkv.checkpoint import gate_hash, load_gate, read_card
+from learnkv.checkpoint import gate_hash, load_with_card
 from learnkv.evaluation.entries import Entry, parse_entry
 from learnkv.evaluation.report import FULL
 from learnkv.evaluation.trained import TWIN, Trained, trained_of
@@ -137,8 +137,8 @@ def open_gates(entry: Entry, model: PreTrainedModel, num_sinks: int, num_recent:
 
 def open_gate(folder: str, entry: Entry, model: PreTrainedModel, num_sinks: int, num_recent: int) -> Contender:
     """The gate in a folder; one that was trained on shuffled targets has a line of its own."""
-    gate = load_gate(folder, model)
-    trained = trained_of(gate, read_card(folder))
+    gate, card = load_with_card(folder, model)
+    trained = trained_of(gate, card)
     line = f"{entry}{TWIN if trained.shuffled else ''}"
     return replace(gate_contender(gate, folder, line, entry.allocator, num_sinks, num_recent), trained=trained)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from learnkv.gates.base import Batch, refuse_below, stacked_linear
 from learnkv.gates.born import HiddenGate
 from learnkv.gates.neighbours import refuse_pooling, with_neighbours
+from learnkv.gates.network import LOG_SPAN
 from learnkv.gates.ranking import LEAST_COST, PROTECTED
 from learnkv.models import BaseModel
 from learnkv.observation import Observation
@@ -62,10 +63,9 @@ class Foresight(HiddenGate):
         self.register_buffer("deviation", torch.ones(L, 1, M))
 
     def forward(self, features: Tensor, layers: slice) -> Tensor:
-        """features [l, R, M + 1] -> [l, H, R] float32 scores by the weights of `layers`; the last feature is of the token's position."""
-        hidden, position = features[..., :-1].float(), features[..., -1:].float()
-        x = torch.cat([(hidden - self.mean[layers]) / self.deviation[layers], position], -1)
-        x = self.second(self.first(x, layers), layers)
+        """float32 features [l, R, M + 1], position last -> [l, H, R] float32 scores by the weights of `layers`."""
+        mean, deviation = F.pad(self.mean[layers], (0, 1)), F.pad(self.deviation[layers], (0, 1), value=1.0)  # the position stays as it is
+        x = self.second(self.first((features - mean) / deviation, layers), layers)
         return torch.bmm(x, self.last[layers]).mT.float()
 
     def score(self, obs: Observation) -> Tensor:
@@ -118,9 +118,6 @@ class Normed(nn.Module):
         """[l, R, size] -> [l, R, width]."""
         x = F.layer_norm(torch.baddbmm(self.bias[layers], x, self.weight[layers]), self.bias.shape[-1:])
         return F.silu(torch.addcmul(self.offset[layers], x, self.gain[layers]))
-
-
-LOG_SPAN = 8.0  # log of about 3,000 tokens: keeps the position near 1
 
 
 def with_position(hidden: Tensor, positions: Tensor) -> Tensor:

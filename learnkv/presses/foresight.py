@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,8 +18,8 @@ class ForesightPress(GatePress):
 
     def gate_score(self, seen: Seen) -> Tensor:
         w = seen.weights
-        features = with_position(seen.hidden, seen.positions)
-        x = torch.cat([(features[..., :-1] - w["mean"]) / w["deviation"], features[..., -1:]], -1)
+        mean, deviation = F.pad(w["mean"], (0, 1)), F.pad(w["deviation"], (0, 1), value=1.0)
+        x = (with_position(seen.hidden, seen.positions) - mean) / deviation
         for at in ("first", "second"):
             x = F.layer_norm(x @ w[f"{at}.weight"] + w[f"{at}.bias"], w[f"{at}.bias"].shape[-1:])
             x = F.silu(w[f"{at}.offset"] + x * w[f"{at}.gain"])

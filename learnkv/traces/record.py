@@ -91,6 +91,11 @@ class RecordSettings:
         """Names in ALSO of what each trace holds."""
         return sorted({*self.also, *(FULL if self.mode == "full" else ())})
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a recording has the model repeat each context."""
+        return not set(RECONSTRUCTIONS).isdisjoint(self.holds)
+
 
 # ---- which prompts, and where
 
@@ -263,7 +268,7 @@ def bare_trace(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: Reco
     if settings.future != "response" and not all(len(e.answer) for e in encoded):
         raise ValueError(f"{record} has no answer, which future={settings.future} needs; add one, or record future=response")
     trace = asked_inside(prompt, encoded, record) if settings.question == "inside" else asked_outside(prompt, encoded)
-    if not set(RECONSTRUCTIONS) & set(settings.holds):
+    if not settings.repeats:
         return trace
     whole, onward = reconstruction.instructions(tokenizer)
     repeats = reconstruction.repetitions(trace.ids, whole, onward)
