@@ -1,5 +1,7 @@
 """Foresight: its formula, what it is trained on, and its size on the bundled model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,3 +81,10 @@ def test_a_served_score_holds_its_neighbourhoods_share_as_a_traces_does():
     with attach(model_of()):
         model_of()(trace.ids[None], cache=EvictionCache(policy, model_of()))
     torch.testing.assert_close(torch.cat(policy.scores), gate.score_trace(trace), rtol=1e-6, atol=1e-6)
+
+
+def test_hidden_states_that_are_not_finite_stop_with_the_id_of_the_trace():
+    whole = recorded(9)
+    spoilt = replace(whole, hidden=whole.hidden.clone().fill_(float("inf")))
+    with pytest.raises(ValueError, match=f"trace {whole.id}: its hidden are not all finite"):
+        gate_for("foresight").prepare([spoilt])

@@ -175,6 +175,18 @@ def refuse_below(least: int, **knobs: int) -> None:
             raise ValueError(f"{name}={value} is below {least}; give {least} or more")
 
 
+def positions_of(scores: Tensor) -> Tensor:
+    """[..., n] int32 of a trace's scores [..., n]: of its tokens none was evicted."""
+    return torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device).expand(scores.shape)
+
+
+def refuse_infinite(traces: Sequence[Trace], name: str) -> None:
+    """A single value would spoil the statistics."""
+    for trace in traces:
+        if not getattr(trace, name).isfinite().all():
+            raise ValueError(f"trace {trace.id}: its {name} are not all finite; record it again or leave it out")
+
+
 def uniform(fan_in: int, *shape: int) -> nn.Parameter:
     """Weights within 1 / sqrt(fan_in) of 0, as nn.Linear draws them."""
     return nn.Parameter(torch.empty(shape).uniform_(-(fan_in**-0.5), fan_in**-0.5))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkv.gates.base import Batch, refuse_below, stacked_linear
+from learnkv.gates.base import Batch, positions_of, refuse_below, refuse_infinite, stacked_linear
 from learnkv.gates.born import HiddenGate
 from learnkv.gates.neighbours import refuse_pooling, with_neighbours
 from learnkv.gates.network import LOG_SPAN
@@ -73,8 +73,7 @@ class Foresight(HiddenGate):
 
     def score_trace(self, trace: Trace) -> Tensor:
         scores = super().score_trace(trace)
-        positions = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
-        return with_neighbours(scores, positions, self.config.pooling, self.config.reach)
+        return with_neighbours(scores, positions_of(scores), self.config.pooling, self.config.reach)
 
     def new_features(self, obs: Observation) -> Tensor:
         return with_position(super().new_features(obs), obs.new_positions)
@@ -99,6 +98,7 @@ class Foresight(HiddenGate):
     @torch.no_grad()
     def prepare(self, traces: Sequence[Trace]) -> None:
         """Mean and deviation of the hidden states."""
+        refuse_infinite(traces, "hidden")
         hidden = torch.cat([self.recorded(trace, "hidden").float() for trace in traces], 1)
         self.mean.copy_(hidden.mean(1, keepdim=True))
         self.deviation.copy_(hidden.std(1, keepdim=True) + 1e-5)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from learnkv.gates.base import Batch, Gate, refuse_below
+from learnkv.gates.base import Batch, Gate, positions_of, refuse_below, refuse_infinite
 from learnkv.gates.neighbours import refuse_pooling, with_neighbours
 from learnkv.gates.network import Branch, HeadNetwork, Heads, NetworkConfig
 from learnkv.gates.ranking import LOSSES, OVER_ALL_HEADS, UTILITY_FLOOR, Items, unprotected
@@ -119,8 +119,7 @@ class KVP(HeadNetwork, Gate):
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
         scores = self.trace_scores(trace)
-        positions = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
-        return with_neighbours(scores, positions, self.config.pooling, self.config.reach)
+        return with_neighbours(scores, positions_of(scores), self.config.pooling, self.config.reach)
 
     def trace_scores(self, trace: Trace) -> Tensor:
         """[layers, H, n] scores of each token by itself, which the losses rank."""
@@ -221,13 +220,6 @@ LEAST_SLOPE = 1e-3  # below it float32 would merge neighbours
 def rows(x: Tensor) -> Tensor:
     """[B, H, L, ...] -> [H, B * L, ...]."""
     return x.transpose(0, 1).flatten(1, 2)
-
-
-def refuse_infinite(traces: Sequence[Trace], name: str) -> None:
-    """A single value would spoil the statistics."""
-    for trace in traces:
-        if not getattr(trace, name).isfinite().all():
-            raise ValueError(f"trace {trace.id}: its {name} are not all finite; record it again or leave it out")
 
 
 def padded(tensors: list[Tensor], n: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkv.capture import capture, decoder_of, evictable_layers, filled_cache
-from learnkv.gates.base import Batch, Gate, Held, refuse_below
+from learnkv.gates.base import Batch, Gate, Held, positions_of, refuse_below
 from learnkv.models import BaseModel, PreTrainedModel
 from learnkv.observation import Observation, Probe, ProbeScorer, pooled, refuse_kernel
 from learnkv.traces.format import Trace
@@ -130,8 +130,7 @@ class ProbeTokens(ProbeScorer, Gate):
     @torch.no_grad()
     def score_trace(self, trace: Trace) -> Tensor:
         scores = self.per_kv_head(self.shares_of(trace))[:, 0]
-        positions = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device).expand(scores.shape)
-        return pooled(scores, positions, self.config.kernel_size)
+        return pooled(scores, positions_of(scores), self.config.kernel_size)
 
     def shares_of(self, trace: Trace) -> Tensor:
         """[layers, 1, Q, n] `forward` of the rows, run behind a trace's keys and values."""
