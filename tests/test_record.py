@@ -132,15 +132,15 @@ def test_a_context_too_long_to_be_repeated_is_refused_before_anything_runs(tmp_p
         recorded(tmp_path / "more", asked, also=["reconstruction"])
 
 
-def test_with_the_question_inside_each_question_is_the_end_of_a_context_of_its_own(tmp_path):
+def test_with_the_question_inside_each_question_but_its_last_token_is_the_end_of_a_context_of_its_own(tmp_path):
     settings = RecordSettings(question="inside", future="answer", kinds=["passwords"], train=1, heldout=0, num_tokens=[400])
     asked = make_prompts(settings, byte_tokenizer())
     assert len(asked) > 1 and len({prompt.id for prompt in asked}) == len(asked)
     for prompt, trace in zip(asked, record_traces(tiny_model(), byte_tokenizer(), asked, tmp_path / "traces", settings), strict=True):
         [question] = prompt.questions
-        text = byte_tokenizer().decode(trace.ids)
+        text = byte_tokenizer().decode(torch.cat([trace.ids, trace.questions[0].question]))
         assert text.startswith(prompt.context) and question.text.strip() in text[len(prompt.context) :]
-        assert not len(trace.questions[0].question)
+        assert len(trace.questions[0].question) == 1  # its last token asks
     with pytest.raises(ValueError, match=r"asks 2 questions, record\.question=inside takes one"):
         record_traces(tiny_model(), byte_tokenizer(), own_prompts(2)[1:], tmp_path / "two", settings)
 

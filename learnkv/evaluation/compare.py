@@ -28,7 +28,7 @@ from learnkv.policy import Policy
 from learnkv.prompts import Encoded, Prompt, encode
 from learnkv.prompts.haystack import Split
 from learnkv.prompts.kinds import KINDS
-from learnkv.prompts.prompt import Tokenizer
+from learnkv.prompts.prompt import Tokenizer, asked_inside
 from learnkv.runtime.attach import attach
 from learnkv.runtime.cache import EvictionCache, prefill_many, together
 from learnkv.traces import measure
@@ -255,11 +255,6 @@ def encode_prompt(model: PreTrainedModel, tokenizer: Tokenizer, prompt: Prompt) 
         found.append(replace(e, context=context.to(device), question=question.long().to(device), answer=e.answer.long().to(device)))
     refuse_unusable(prompt, found, max_positions(model))
     return found
-
-
-def asked_inside(e: Encoded) -> Encoded:
-    """The question as the end of the context; its last token stays outside, so that the first token of the answer follows the eviction."""
-    return replace(e, context=torch.cat([e.context, e.question[:-1]]), question=e.question[-1:])
 
 
 def refuse_unusable(prompt: Prompt, encoded: Sequence[Encoded], max_tokens: float) -> None:

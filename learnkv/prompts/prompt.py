@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -96,6 +96,12 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, question: Question) -> Encoded:
         ids.append(torch.tensor(tokenizer(part, add_special_tokens=False, return_offsets_mapping=False)["input_ids"], dtype=torch.long))
     span = token_span(context["offset_mapping"], question.span, begin)
     return Encoded(ids[0], ids[1], ids[2], span)
+
+
+def asked_inside(e: Encoded) -> Encoded:
+    """The question as the end of the context; its last token stays outside, so that the first token of the answer follows the eviction."""
+    whole = torch.cat([e.context, e.question])
+    return replace(e, context=whole[:-1], question=whole[-1:])
 
 
 def token_span(offsets: list[tuple[int, int]], span: tuple[int, int] | None, shift: int) -> tuple[int, int] | None:

@@ -24,7 +24,7 @@ from learnkv.names import unknown
 from learnkv.prompts import Prompt
 from learnkv.prompts.haystack import Split
 from learnkv.prompts.kinds import TRAIN_KINDS
-from learnkv.prompts.prompt import Encoded, Tokenizer, encode
+from learnkv.prompts.prompt import Encoded, Tokenizer, asked_inside, encode
 from learnkv.traces import format
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Continuation, Trace, TraceConfig
@@ -52,7 +52,7 @@ class RecordSettings:
         "question_answer"  # whose attention is the utility: question_answer, answer (its rows alone), response (the model's own)
     )
     also: list[str] = field(default_factory=list)  # what else a trace holds: names in learnkv.traces.measure.ALSO
-    question: Literal["outside", "inside"] = "outside"  # inside: the one question is part of the context, and its answer the future
+    question: Literal["outside", "inside"] = "outside"  # inside: the one question is part of the context, all but its last token
     over_questions: OverQuestions = "sum"  # of one context's several questions: their utilities added, or the largest of them
     max_new_tokens: int = 64  # length of the model's own response, for future=response
     cuts: int = 0  # earlier ends of the context that get a utility too (arXiv:2602.10238, Alg. 1)
@@ -258,22 +258,32 @@ def settings_side_by_side(found: dict, wanted: dict) -> list[tuple[str, object, 
 
 def bare_trace(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: RecordSettings, limit: float) -> Trace:
     """The prompt's tokens as a trace without tensors; what can't be recorded is refused, `record` saying which one it is."""
-    encoded = [encode(tokenizer, prompt, question) for question in prompt.questions]
-    if not encoded:
-        raise ValueError(f"{record} asks no question, so its tokens have no future; give it one")
+    encoded = encode_questions(tokenizer, prompt, record, settings)
     if not prompt.context.strip() or len(encoded[0].context) < 2:
         raise ValueError(f"{record} has a context of {len(encoded[0].context)} tokens; recording needs text of 2 tokens or more")
     after = [len(e.question) + (settings.max_new_tokens if settings.future == "response" else len(e.answer)) for e in encoded]
     refuse_beyond(limit, record, len(encoded[0].context), max(after))
     if settings.future != "response" and not all(len(e.answer) for e in encoded):
         raise ValueError(f"{record} has no answer, which future={settings.future} needs; add one, or record future=response")
-    trace = asked_inside(prompt, encoded, record) if settings.question == "inside" else asked_outside(prompt, encoded)
+    trace = asked(prompt, encoded)
     if not settings.repeats:
         return trace
     whole, onward = reconstruction.instructions(tokenizer)
     repeats = reconstruction.repetitions(trace.ids, whole, onward)
     refuse_beyond(limit, record, len(trace.ids), max(len(probe.rows) for probe in repeats))
     return replace(trace, repeat_whole=whole, repeat_onward=onward)
+
+
+def encode_questions(tokenizer: Tokenizer, prompt: Prompt, record: str, settings: RecordSettings) -> list[Encoded]:
+    """The prompt's questions as `settings.question` puts them, one at least."""
+    encoded = [encode(tokenizer, prompt, question) for question in prompt.questions]
+    if not encoded:
+        raise ValueError(f"{record} asks no question, so its tokens have no future; give it one")
+    if settings.question == "outside":
+        return encoded
+    if len(encoded) > 1:
+        raise ValueError(f"{record} asks {len(encoded)} questions, record.question=inside takes one; record it with question=outside")
+    return [asked_inside(encoded[0])]
 
 
 def refuse_beyond(limit: float, record: str, num_context: int, num_after: int) -> None:
@@ -283,26 +293,11 @@ def refuse_beyond(limit: float, record: str, num_context: int, num_after: int) -
         raise ValueError(f"{record} has {total}, the model has {limit} positions; shorten it")
 
 
-def asked_outside(prompt: Prompt, encoded: list[Encoded]) -> Trace:
-    """The prompt as a trace whose questions follow its context."""
+def asked(prompt: Prompt, encoded: list[Encoded]) -> Trace:
+    """The prompt as a trace without tensors, of the model's own responses neither."""
     none = torch.empty(0, dtype=torch.int64)
-    asked = [Continuation(e.question.long(), e.answer.long(), none, e.span) for e in encoded]
-    return Trace(prompt.id, prompt.kind, prompt.split, encoded[0].context, asked)
-
-
-def asked_inside(prompt: Prompt, encoded: list[Encoded], record: str) -> Trace:
-    """The prompt as a trace whose context ends with the question."""
-    if len(encoded) > 1:
-        raise ValueError(f"{record} asks {len(encoded)} questions, record.question=inside takes one; record it with question=outside")
-    (only,) = encoded
-    none = torch.empty(0, dtype=torch.int64)
-    return Trace(
-        prompt.id,
-        prompt.kind,
-        prompt.split,
-        torch.cat([only.context, only.question]),
-        [Continuation(none, only.answer.long(), none, only.span)],
-    )
+    questions = [Continuation(e.question.long(), e.answer.long(), none, e.span) for e in encoded]
+    return Trace(prompt.id, prompt.kind, prompt.split, encoded[0].context, questions)
 
 
 def trace_bytes(config: TraceConfig, settings: RecordSettings, job: Trace) -> int:
