@@ -25,7 +25,7 @@ import torch
 import yaml
 from torch import distributed
 
-from learnkv import config
+from learnkv import config, reconstruction
 from learnkv.capture import evictable_layers
 from learnkv.checkpoint import save_gate
 from learnkv.estimate import outline, recording_facts, table, training_facts
@@ -33,12 +33,13 @@ from learnkv.evaluation.compare import QUICK, quick_table, served
 from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
+from learnkv.geometry import max_positions
 from learnkv.locks import alone
 from learnkv.methods import METHODS
 from learnkv.models import DTYPES, BaseModel, PreTrainedModel, describe, load_model, refuse_long_contexts
 from learnkv.names import unknown
 from learnkv.observation import Scorer
-from learnkv.prompts import Prompt
+from learnkv.prompts import Prompt, encode
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import write_atomically
@@ -255,14 +256,24 @@ def conclude(
     """The held-out tables, where everything lies, and what comes next."""
     gate = gate.bind(model)
     print("\n" + reward_table(gate, traces.split("heldout"), model) + "\n", flush=True)
-    heldout = [prompt for prompt in asked if prompt.split == "heldout"][: command.table]
+    heldout = [prompt for prompt in asked if prompt.split == "heldout" and repeatable(prompt, tokenizer, model)][: command.table]
     prompts = [replace(prompt, questions=prompt.questions[:2]) for prompt in heldout]
+    if command.table and not prompts:
+        print("no table of answers: each held-out prompt is too long to be repeated, which kvzip in it does\n")
     if prompts:
         kinds = Counter(prompt.kind for prompt in prompts)
         print(f"answers to {len(prompts)} held-out prompts ({', '.join(kinds)}), {COMPRESSED[command.record.question]}", flush=True)
         print(quick_table(model, tokenizer, prompts, gate, BUDGETS, command.record.question) + "\n")
     print(f"gate: {folder}\ntraces: {traces.folder}\nTensorBoard: tensorboard --logdir {folder}")
     print(f"next: python -m {next_command(command, gate, folder)}")
+
+
+def repeatable(prompt: Prompt, tokenizer: Tokenizer, model: PreTrainedModel) -> bool:
+    """Whether the model has positions for KVzip's passes, which take more of them than any other method of the table."""
+    encoded = encode(tokenizer, prompt, prompt.questions[0])
+    ids = torch.cat([encoded.context, encoded.question])
+    passes = reconstruction.repetitions(ids, *reconstruction.instructions(tokenizer))
+    return all(len(ids) + len(probe.rows) <= max_positions(model) for probe in passes)
 
 
 def next_command(command: TrainCommand, gate: Gate, folder: Path) -> str:

@@ -74,6 +74,14 @@ def test_a_gate_recorded_with_the_question_inside_is_asked_with_it_inside(recipe
     assert out.splitlines()[-1].endswith(f"gate={Path('checkpoints/runs/other')} evaluate.question=inside evaluate.count=20")
 
 
+def test_prompts_that_the_model_cannot_repeat_cost_a_training_its_table_and_nothing_else(recipe, capsys):
+    long = [{"context": f"Day {i}: " + "x" * 250, "question": "Which sky?", "answer": "grey"} for i in range(20)]
+    Path("mine.jsonl").write_text("\n".join(map(json.dumps, long)))
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "train.steps=1", "table=1"]) == 0
+    out = capsys.readouterr().out
+    assert "no table of answers: each held-out prompt is too long to be repeated" in out and "next: python -m learnkv.generate" in out
+
+
 def test_token_ids_are_recomputed_as_far_as_a_gate_reads(recipe, monkeypatch):
     seen, measure = set(), dataset.measure
     monkeypatch.setattr(dataset, "measure", lambda *at, also, **how: seen.add((at[1].split, *also)) or measure(*at, also=also, **how))
