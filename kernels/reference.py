@@ -711,7 +711,8 @@ def mlp_scorer(
     B, H, L = features.shape[:3]
     parts = []
     for x, branch in zip(inputs, branches, strict=True):
-        standard = (by_head(x).to(branch.mean.dtype) - branch.mean[:, None]) / branch.deviation[:, None]
+        inverse = 1 / branch.deviation[:, None]
+        standard = torch.addcmul(-branch.mean[:, None] * inverse, by_head(x).to(branch.mean.dtype), inverse)  # one pass over x
         x = torch.baddbmm(branch.bias[:, None], standard.to(branch.weight.dtype), branch.weight)
         parts.append(F.layer_norm(x, x.shape[-1:]))
     x = torch.cat([*parts, by_head(features).to(trunk[0].weight.dtype)], -1)  # [H, B * L, i]

@@ -32,7 +32,7 @@ def turn_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., D] float32 turned back by angles of which cos and sin are given, [..., R / 2]; dimensions from R on do not rotate."""
     half = cos.shape[-1]
     a, b, still = x.tensor_split((half, 2 * half), -1)
-    return torch.cat([a * cos + b * sin, b * cos - a * sin, still], -1)
+    return torch.cat([torch.addcmul(a * cos, b, sin), torch.addcmul(b * cos, a, sin, value=-1), still], -1)
 
 
 def renumbered(keys: Tensor, moved: Tensor, frequencies: Tensor) -> Tensor:
