@@ -11,6 +11,7 @@ import json
 import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -108,7 +109,11 @@ def build_gate(card: Card, folder: Path) -> Gate:
     lacking = [field.name for field in fields(kind.Config) if field.name not in card.config]
     if lacking:
         raise ValueError(f"{folder}: its config lacks {', '.join(lacking)}, so another version of learnkv wrote it; train again")
-    return kind(config.build(kind.Config, card.config, f"{folder / CARD}: config"), card.base_model)
+    knobs: object = config.build(kind.Config, cast(dict, config.plain(card.config)), f"{folder / CARD}: config")
+    try:
+        return kind(knobs, card.base_model)
+    except RuntimeError as error:  # torch's own for sizes that are none
+        raise ValueError(f"{folder / CARD} describes no {card.method} gate ({str(error).splitlines()[0]}); {AGAIN}") from error
 
 
 def load_tensors(gate: Gate, tensors: dict[str, Tensor], path: Path) -> None:
@@ -128,6 +133,9 @@ def read_weights(path: Path) -> tuple[Card, dict[str, Tensor]]:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise ValueError(f"{path} of {path.stat().st_size} bytes is truncated or no safetensors file ({error}); {AGAIN}") from error
+    spoilt = [name for name, t in tensors.items() if not t.isfinite().all()]
+    if spoilt:
+        raise ValueError(f"{path}: {', '.join(spoilt)} hold numbers that are not finite; {AGAIN}")
     if text is None:
         raise ValueError(f"{path} holds tensors but no card of a gate: learnkv did not write it; {AGAIN}")
     card = parse_card(text, path)
@@ -161,7 +169,7 @@ def parse_card(text: str, path: Path) -> Card:
         if found != FORMAT_VERSION:  # its keys may be others
             raise ValueError(f"{path} has format_version {found}, this learnkv reads {FORMAT_VERSION}; train again")
         return checked(Card(**values | {"base_model": checked(BaseModel(**values["base_model"]))}))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is truncated or was edited ({error!r}); {AGAIN}") from error
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, KeyValidationError, MissingMandatoryValue, OmegaConfBaseException
 
 from learnkv.names import nearest, unknown
@@ -201,10 +201,33 @@ def shared_part(values: DictConfig, schema: type) -> DictConfig:
 
 def merge(config: DictConfig, values: DictConfig, schema: type, where: str) -> DictConfig:
     """OmegaConf's merge, its errors in our words."""
+    if wrong := misfit(config, values):
+        raise ValueError(f"{where}: {wrong}")
     try:
         return typing.cast(DictConfig, OmegaConf.merge(config, values))
     except OmegaConfBaseException as error:
         raise ValueError(f"{where}: {explain(error, schema)}") from error
+
+
+def misfit(config: DictConfig, values: DictConfig, prefix: str = "") -> str:
+    """The first key that has keys of its own where the schema has a value or a list, or the other way round; "" for none."""
+    mine, theirs = (typing.cast(dict, OmegaConf.to_container(c, resolve=False)) for c in (config, values))
+    for key in (key for key in theirs if mine.get(key) not in (None, MISSING) and theirs[key] is not None):
+        wanted, found = (shape_of(side[key]) for side in (mine, theirs))
+        if wanted != found:
+            return f"{prefix}{key} takes {wanted}, this is {found}: {theirs[key]}"
+        if found == KEYS and (inner := misfit(config[key], values[key], f"{prefix}{key}.")):
+            return inner
+        if found == LIST and any(shape_of(item) != VALUE for item in theirs[key]):
+            return f"{prefix}{key} is a list of plain values, this is {theirs[key]}"
+    return ""
+
+
+def shape_of(value: object) -> str:
+    return KEYS if isinstance(value, dict) else LIST if isinstance(value, list | tuple) else VALUE
+
+
+KEYS, LIST, VALUE = "keys with values", "a list", "one value"
 
 
 def instance(config: DictConfig, schema: type[S]) -> S:

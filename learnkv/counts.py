@@ -1,4 +1,4 @@
-"""How far a count of tokens may go: positions are int32."""
+"""How far a count of tokens may go, positions being int32; and bytes in words."""
 
 from __future__ import annotations
 
@@ -11,3 +11,10 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} is no whole number; give one")
     if value > MOST:
         raise ValueError(f"{name}={value} is above 2**31 - 1, where positions end; give a smaller number")
+
+
+def size(num_bytes: int) -> str:
+    """1.50 GiB, 20.0 MiB, 3.1 KiB"""
+    if num_bytes >= 2**29:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**19 else f"{num_bytes / 2**10:.1f} KiB"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from learnkv import prompts
+from learnkv.counts import size
 from learnkv.gates.base import Gate
 from learnkv.geometry import max_positions
 from learnkv.models import DTYPES, PreTrainedModel, describe, load_architecture, refuse_long_contexts
@@ -197,7 +198,3 @@ def work(found: Outline, num_tokens: int) -> str:
 def table(facts: dict[str, str]) -> str:
     width = max(map(len, facts))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
-
-
-def size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"

@@ -55,6 +55,7 @@ def run(command: EvaluateCommand) -> None:
     if not command.prompts:
         refuse_long_contexts(model, "evaluate.num_tokens", settings.num_tokens)
     asked = prompts_of(command, settings, tokenizer)
+    refuse_chosen_on(chosen, asked)
     plans = plans_of(settings, chosen, model, tokenizer)
     rows_file = Path(settings.out) / "rows.jsonl"
     print(f"model: {command.model}, {settings.dtype}")
@@ -66,7 +67,8 @@ def run(command: EvaluateCommand) -> None:
     print(f"rows go to {rows_file}; a stopped run goes on from there", flush=True)
     rows = compare(model, tokenizer, asked, plans, path=rows_file, question=settings.question, progress=watched)
     show(rows, settings, gates_of(plans))
-    gate = f" gate={command.gate}" if command.gate else ""
+    shipped = "" if command.model == EvaluateCommand.model else " method=snapkv"  # the shipped gate is the bundled model's
+    gate = f" gate={command.gate}" if command.gate else shipped
     print(f"next: python -m learnkv.generate model={command.model}{gate} compare=true")
 
 
@@ -104,6 +106,15 @@ def development_rows(path: Path) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"evaluate.choose={path} is no file; run the development recipe that writes it first")
     return read_rows(path)
+
+
+def refuse_chosen_on(chosen: Sequence[Row], asked: Sequence[Prompt]) -> None:
+    """Raises a ValueError where settings would be chosen on the prompts that are compared."""
+    both = {row.prompt for row in chosen} & {prompt.id for prompt in asked}
+    if both:
+        raise ValueError(
+            f"evaluate.choose holds rows of {len(both)} of the {len(asked)} prompts that are compared; choose settings on other prompts"
+        )
 
 
 def settings_of(command: EvaluateCommand) -> EvaluateSettings:

@@ -35,6 +35,9 @@ def import_fast_kvzip(path: str | Path, model: PreTrainedModel) -> FastKVzip:
     refuse_other_names(layers, {theirs for theirs, _ in FAST_KVZIP.values()}, path)
     width = layers[0]["q_norm.weight"].numel()
     sinks = layers[0]["k_base"].numel() // max(1, base.num_kv_heads * width)
+    if not (width and sinks):
+        sides = f"width {width} with {sinks} sinks for {base.num_kv_heads} KV heads"
+        raise ValueError(f"{path} holds a gate of {sides}; take the file of this model")
     return filled(FastKVzip(FastKVzipConfig(width=width, num_sinks=sinks), base), FAST_KVZIP, layers, path)
 
 
@@ -94,6 +97,7 @@ def filled(gate: G, names: Names, layers: Sequence[Layer], path: Path) -> G:
                 found = of_layer(layer[theirs])
             except IndexError:  # fewer dimensions than theirs has
                 found = layer[theirs]
+            refuse_no_weights(found, f"{path}: {theirs} of its layer {index}")
             if found.shape != weight[index].shape:
                 sides = f"becomes {tuple(found.shape)}, a {gate.METHOD} gate of {gate.base.name} has {tuple(weight[index].shape)}"
                 raise ValueError(f"{path}: {theirs} of its layer {index} {sides}; take the file of this model")
@@ -101,11 +105,20 @@ def filled(gate: G, names: Names, layers: Sequence[Layer], path: Path) -> G:
     return gate.eval().requires_grad_(False)
 
 
+def refuse_no_weights(found: Tensor, where: str) -> None:
+    """Raises a ValueError for a tensor that holds no plain finite numbers."""
+    if found.layout != torch.strided or found.device.type != "cpu" or not found.is_floating_point():
+        kind = f"{str(found.layout).removeprefix('torch.')} {str(found.dtype).removeprefix('torch.')} on {found.device}"
+        raise ValueError(f"{where} is {kind}, where plain floating-point numbers belong; take a file as its authors published it")
+    if not found.isfinite().all():
+        raise ValueError(f"{where} holds numbers that are not finite; take a file as its authors published it")
+
+
 def refuse_other_names(layers: Sequence[Layer], wanted: set[str], path: Path) -> None:
     for index, layer in enumerate(layers):
         if set(layer) != wanted:
             raise ValueError(
-                f"{path}: its layer {index} holds {sorted(layer)}, not {sorted(wanted)}; take a file as its authors published it"
+                f"{path}: its layer {index} holds {sorted(map(str, layer))}, not {sorted(wanted)}; take a file as its authors published it"
             )
 
 
@@ -137,7 +150,7 @@ def unpickled(path: Path) -> list[Layer]:
         with torch.serialization.safe_globals(ARRAYS):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except NO_PICKLE as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = type(error).__name__ if isinstance(error, pickle.UnpicklingError) else (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path} is no file of tensors as torch.save writes it ({reason})") from error
     layers = content.get("module") if isinstance(content, dict) else None
     if not isinstance(layers, list) or not all(is_layer(layer) for layer in layers):
@@ -169,7 +182,8 @@ def by_layer(tensors: Mapping[str, Tensor], path: Path) -> list[Layer]:
         match = re.fullmatch(r"(?:layers|module_list)\.(\d+)\.(.+)", name)
         if match is None:
             raise ValueError(f"{path} holds {name}, which is no layer's; take a file as its authors published it")
-        layers.setdefault(int(match[1]), {})[match[2]] = tensor
+        if layers.setdefault(int(match[1]), {}).setdefault(match[2], tensor) is not tensor:
+            raise ValueError(f"{path} holds {match[2]} of layer {int(match[1])} twice; take a file as its authors published it")
     if sorted(layers) != list(range(len(layers))) or not layers:
         raise ValueError(f"{path} holds layers {sorted(layers)}, some are missing; take a file as its authors published it")
     return [layers[i] for i in range(len(layers))]

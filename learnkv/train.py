@@ -33,6 +33,7 @@ from learnkv.evaluation.compare import QUICK, quick_table, served
 from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
+from learnkv.gates.probe_tokens import ProbeTokens
 from learnkv.geometry import max_positions
 from learnkv.locks import alone
 from learnkv.methods import METHODS
@@ -45,7 +46,7 @@ from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import write_atomically
 from learnkv.traces.measure import softmax_scales
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
-from learnkv.traces.targets import RECONSTRUCTIONS
+from learnkv.traces.targets import RECONSTRUCTIONS, TARGETS
 from learnkv.training import TrainSettings, fit
 from learnkv.training.fit import EVENTS, LAST, seconds_trained
 
@@ -129,6 +130,8 @@ def dry_run(command: TrainCommand, gate_config: object, folder: Path) -> None:
     """What recording and training would take; refuses what they would refuse."""
     if command.resume == "auto":
         refuse_other_recipe(folder, settled(command))
+    for path in (folder, Path(command.record.folder)):
+        refuse_unwritable(path)
     found = outline(command.model, command.record, command.prompts)
     refuse_one_sided([job.split for job in found.plan.jobs])
     with torch.device("meta"):
@@ -138,10 +141,25 @@ def dry_run(command: TrainCommand, gate_config: object, folder: Path) -> None:
     found.plan.refuse_without_room()
 
 
+def refuse_unwritable(folder: Path) -> None:
+    """Raises a ValueError where no such folder could be made or written into."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{there} is a file, where a folder should be made; give another path")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{there} can't be written into; give another path")
+
+
 def refuse_lacking(command: TrainCommand) -> None:
     """Refuses a recipe whose traces lack what the method or the cuts read."""
     if command.train.cut == "recorded" and not command.record.cuts:
         raise ValueError("train.cut=recorded trains on cuts, which record.cuts=0 leaves out; give record.cuts=4")
+    other = sorted(GATES[command.method].READS & (TARGETS.keys() | set(RECONSTRUCTIONS)))
+    if command.train.cut == "recorded" and other:
+        raise ValueError(
+            f"train.cut=recorded knows of an earlier end what its tokens' utility was, {command.method} learns {', '.join(other)}; "
+            "give train.cut=none or uniform"
+        )
     lacking = sorted(GATES[command.method].READS - set(command.record.holds))
     if command.record.mode == "ids":  # what hangs on how the model is asked to repeat a context can't be recomputed without it
         lacking = [name for name in lacking if name in RECONSTRUCTIONS]
@@ -189,6 +207,8 @@ def open_run(command: TrainCommand, folder: Path) -> Iterator[None]:
     """The run's folder with its recipe, held for this run; without what an earlier one left to go on from, where this one starts over."""
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder, "training into"):
+        if command.resume == "auto":
+            refuse_other_recipe(folder, settled(command))  # another run may have ended here meanwhile
         if command.resume == "never":
             for stale in (folder / LAST, folder / RECIPE):
                 refuse_folder(stale)
@@ -241,7 +261,11 @@ def new_gate(command: TrainCommand, gate_config: object, base: BaseModel) -> Gat
     """A gate with fresh weights; the global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(command.train.seed)
-        return GATES[command.method](gate_config, base)
+        try:
+            return GATES[command.method](gate_config, base)
+        except RuntimeError as error:  # torch's own for what memory can't hold
+            why = str(error).splitlines()[0]
+            raise ValueError(f"a {command.method} gate of these sizes can't be made ({why}); give smaller ones") from error
 
 
 def conclude(
@@ -256,7 +280,7 @@ def conclude(
     """The held-out tables, where everything lies, and what comes next."""
     gate = gate.bind(model)
     print("\n" + reward_table(gate, traces.split("heldout"), model) + "\n", flush=True)
-    heldout = [prompt for prompt in asked if prompt.split == "heldout" and repeatable(prompt, tokenizer, model)][: command.table]
+    heldout = [prompt for prompt in asked if prompt.split == "heldout" and repeatable(prompt, tokenizer, model, gate)][: command.table]
     prompts = [replace(prompt, questions=prompt.questions[:2]) for prompt in heldout]
     if command.table and not prompts:
         print("no table of answers: each held-out prompt is too long to be repeated, which kvzip in it does\n")
@@ -268,12 +292,13 @@ def conclude(
     print(f"next: python -m {next_command(command, gate, folder)}")
 
 
-def repeatable(prompt: Prompt, tokenizer: Tokenizer, model: PreTrainedModel) -> bool:
-    """Whether the model has positions for KVzip's passes, which take more of them than any other method of the table."""
+def repeatable(prompt: Prompt, tokenizer: Tokenizer, model: PreTrainedModel, gate: Gate) -> bool:
+    """Whether the model has positions for what runs after a prompt in the table: KVzip's passes, and the gate's own rows."""
     encoded = encode(tokenizer, prompt, prompt.questions[0])
     ids = torch.cat([encoded.context, encoded.question])
     passes = reconstruction.repetitions(ids, *reconstruction.instructions(tokenizer))
-    return all(len(ids) + len(probe.rows) <= max_positions(model) for probe in passes)
+    rows = max(*(len(probe.rows) for probe in passes), len(gate.tokens) if isinstance(gate, ProbeTokens) else 0)
+    return len(ids) + rows <= max_positions(model)
 
 
 def next_command(command: TrainCommand, gate: Gate, folder: Path) -> str:

@@ -32,8 +32,8 @@ ALLOWED = {
     "heuristics":  {"names", "ops", "rope", "geometry", "projection", "reconstruction", "observation", "budgets", "policy"},
     "gates":       {"names", "ops", "rope", "geometry", "observation", "capture", "models", "traces", "peft"},
     "methods":     {"names", "heuristics", "gates", "checkpoint", "policy", "budgets", "observation"},
-    "traces":      {"names", "typed", "locks", "version", "ops", "geometry", "capture", "observation", "projection", "reconstruction",
-                    "models", "prompts", "datasets"},
+    "traces":      {"names", "counts", "typed", "locks", "version", "ops", "geometry", "capture", "observation", "projection",
+                    "reconstruction", "models", "prompts", "datasets"},
     "calibration": {"geometry", "capture", "models", "prompts", "traces"},
     "runtime":     {"names", "counts", "version", "ops", "rope", "geometry", "observation", "policy", "budgets", "capture", "transformers",
                     "peft"},
@@ -41,7 +41,7 @@ ALLOWED = {
     "kvpress_decode": {"kvpress", "transformers"},
     "checkpoint":  {"names", "typed", "version", "config", "gates", "models", "traces"},
     "published":   {"capture", "gates", "models"},
-    "estimate":    {"gates", "geometry", "models", "prompts", "reconstruction", "traces", "training"},
+    "estimate":    {"counts", "gates", "geometry", "models", "prompts", "reconstruction", "traces", "training"},
 
     # of kernels the plain functions, which are written out into the exported file
     "presses":     {"names", "version", "rope", "geometry", "capture", "kernels", "budgets", "gates", "checkpoint", "traces", "kvpress",

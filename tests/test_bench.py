@@ -110,6 +110,7 @@ def test_overhead_of_what_evicts_nothing_or_knows_the_question_is_refused(method
         (["record", "pipeline.traces=0"], "pipeline.traces=0"),
         (["overhead", "bench.overhead_tokens=0"], "bench.overhead_tokens=0 must be 1 or more"),
         (["overhead", "bench.methods=[snapvk]"], "nearest: snapkv"),
+        (["overhead", "bench.methods=[]"], "bench.methods is empty"),
         (["runtime", "bench.turns=0"], "bench.turns=0 must be 1 or more"),
         (["runtime", "bench.kept=2"], "fraction of tokens kept"),
         (["runtime", "bench.token=3"], "num_tokens"),

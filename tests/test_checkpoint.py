@@ -1,13 +1,14 @@
 """A gate comes back from disk as it was, or one line says why not."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from learnkv.checkpoint import CARD, WEIGHTS, gate_hash, load_gate, load_with_card, save_gate
+from learnkv.checkpoint import CARD, WEIGHTS, Card, gate_hash, load_gate, load_with_card, save_gate, tensors_of, weights_sha
 from learnkv.gates.kvp import KVPConfig
 from learnkv.models import describe
 from tests.recording import tiny_model
@@ -170,3 +171,20 @@ def test_other_weights_of_the_same_geometry_are_a_warning(tmp_path):
     load_gate(tmp_path, model)
     with pytest.warns(UserWarning, match="may rank badly"):
         load_gate(tmp_path, tiny_model(seed=1))
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
+    gate = made_gate()
+    gate.head.weight.data[0] = float("nan")
+    save_gate(gate, tmp_path, {})
+    with pytest.raises(ValueError, match=r"gate\.safetensors: head\.weight hold numbers that are not finite"):
+        load_gate(tmp_path)
+
+
+def test_a_cards_text_is_no_way_to_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "7")
+    gate = made_gate()
+    card = asdict(Card("kvp", gate.knobs() | {"width": "${oc.env:SECRET}"}, gate.base, {}, weights_sha(tensors_of(gate))))
+    save_file(tensors_of(gate), tmp_path / "gate.safetensors", {"card": json.dumps(card)})
+    with pytest.raises(ValueError, match=r"oc\.env"):
+        load_gate(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from omegaconf import MISSING
 
 from learnkv import config
+from learnkv.evaluate import EvaluateCommand
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def test_a_section_is_not_taken_for_a_plain_value_of_the_same_name(recipe):
         ("train.steps=1.5", "Value '1.5' of type 'float' could not be converted to Integer"),
         ("train.loss=softrank", r"Invalid value 'softrank', expected one of \['reward', 'listnet'\]"),
         ("train.rate=-1", "rate=-1.0 is negative"),
-        ("train=3", "int is not a subclass of TrainSettings"),
+        ("train=3", "train takes keys with values, this is one value: 3"),
         ("verbose", "'verbose' is not of the form key=value"),
         ("train.rate=[", "not valid YAML"),
     ],
@@ -240,3 +242,18 @@ def test_a_file_in_the_place_of_a_folder_is_named_so(tmp_path):
     with pytest.raises(FileExistsError) as caught:
         (tmp_path / "out").mkdir(exist_ok=True)
     assert config.one_line(caught.value) == f"{tmp_path / 'out'} is a file, where a folder should be made; give another path"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("evaluate: {groups: [codes]}", r"evaluate.groups takes keys with values, this is a list: \['codes'\]"),
+        ("evaluate: {kinds: {codes: 1}}", r"evaluate.kinds takes a list, this is keys with values"),
+        ("evaluate: [1]", "evaluate takes keys with values, this is a list"),
+        ("evaluate: {kinds: [[codes]]}", r"evaluate.kinds is a list of plain values"),
+    ],
+)
+def test_a_list_in_the_place_of_keys_is_one_line_that_names_the_key(tmp_path, capsys, text, says):
+    (tmp_path / "r.yaml").write_text(text)
+    assert config.main(lambda command: None, EvaluateCommand, [f"recipe={tmp_path / 'r.yaml'}"]) == 2
+    assert re.search(says, capsys.readouterr().err)

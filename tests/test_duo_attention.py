@@ -160,13 +160,18 @@ def test_a_pattern_of_another_model_is_refused_with_both_sides(tmp_path):
         read_pattern(published(tmp_path, [[0, 1], [1, 0]]), base())
 
 
-@pytest.mark.parametrize("spoil", ["missing", "ragged", "words", "no sizes"])
+@pytest.mark.parametrize("spoil", ["missing", "ragged", "words", "no sizes", "text for a size", "a weight that is text", "nan"])
 def test_what_is_no_pattern_is_refused_by_its_folder(tmp_path, spoil):
     folder = published(tmp_path, [[0, 1], [1, 0], [1, 1]])
     if spoil == "missing":
         (folder / PATTERN).unlink()
     elif spoil == "no sizes":
         (folder / SETTINGS).write_text("{}")
+    elif spoil in ("text for a size", "a weight that is text"):
+        wrong = {"sink_size": "4"} if spoil == "text for a size" else {"reg_weight": "x"}
+        (folder / SETTINGS).write_text(json.dumps(json.loads((folder / SETTINGS).read_text()) | wrong))
+    elif spoil == "nan":
+        (folder / PATTERN).write_text("nan\t1\n0\t1\n1\t1\n")
     else:
         (folder / PATTERN).write_text("0\t1\n1\n" if spoil == "ragged" else "a\tb\n")
     with pytest.raises(ValueError, match=f"{folder} holds no pattern of DuoAttention"):

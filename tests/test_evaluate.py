@@ -73,10 +73,19 @@ def test_a_gate_stands_beside_the_controls(folder, tmp_path, capsys):
 
 
 def test_settings_chosen_on_a_development_run_are_run(folder, tmp_path, capsys):
-    assert evaluate(folder, tmp_path / "dev", "evaluate.methods=snapkv,snapkv+adaptive,h2o", "budget=0.4") == 0
+    lines = [json.loads(line) for line in (folder / "mine.jsonl").read_text().splitlines()]
+    (tmp_path / "dev.jsonl").write_text("\n".join(json.dumps(line | {"context": line["context"] + " Then."}) for line in lines))
+    methods = "evaluate.methods=snapkv,snapkv+adaptive,h2o"
+    assert evaluate(folder, tmp_path / "dev", methods, "budget=0.4", f"prompts={tmp_path / 'dev.jsonl'}") == 0
     rows = tmp_path / "dev" / "rows.jsonl"
     assert evaluate(folder, tmp_path / "held", "evaluate.methods=random", f"evaluate.choose={rows}", "budget=0.4") == 0
     assert "best heuristic (chosen)" in capsys.readouterr().out
+
+
+def test_settings_are_not_chosen_on_the_prompts_that_are_compared(folder, tmp_path, capsys):
+    assert evaluate(folder, tmp_path / "dev", "method=snapkv", "budget=0.4") == 0
+    assert evaluate(folder, tmp_path / "held", "method=h2o", "budget=0.4", f"evaluate.choose={tmp_path}/dev/rows.jsonl") == 2
+    assert "evaluate.choose holds rows of 3 of the 3 prompts that are compared" in capsys.readouterr().err
 
 
 def test_a_gate_trained_on_shuffled_targets_is_the_twin_of_the_other(folder, tmp_path, capsys):

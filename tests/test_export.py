@@ -7,7 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -287,6 +287,20 @@ def test_a_mistake_is_one_line_and_leaves_files_alone(arguments, says, tmp_path,
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
     assert Path("mine.py").read_text() == "print('mine')\n" and not Path("a.py").exists()
+
+
+@pytest.mark.parametrize("name", ["class.py", "None.py", "torch.py", "kvpress.py", "json.py", "\ufb01.py"])
+def test_a_name_that_import_would_take_for_another_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"kvp_press\.py for one"):
+        export_press(made("kvp"), tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ['a"""b', "C:\\Users\\x", "a\0b", "ends with \\"])
+def test_whatever_a_model_is_called_the_file_is_python(tmp_path, name):
+    gate = made("kvp")
+    gate.base = replace(gate.base, name=name)
+    tree = ast.parse(export_press(gate, tmp_path / "it.py").read_text())
+    assert name in ast.get_docstring(tree)
 
 
 def test_another_file_is_replaced_where_that_was_asked(tmp_path):

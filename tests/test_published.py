@@ -145,3 +145,27 @@ def test_another_file_in_the_place_of_a_kvzap_gate_is_one_clear_error(tmp_path, 
     (tmp_path / "m.safetensors").write_bytes(b"hello")
     with pytest.raises(ValueError, match="truncated or no safetensors file"):
         import_kvzap(tmp_path / "m.safetensors", model_of())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda w: w.fill_(float("nan")), "holds numbers that are not finite"),
+        (lambda w: w.to(torch.int8), "is strided int8 on cpu, where plain floating-point numbers belong"),
+        (lambda w: w.to(torch.complex64), "is strided complex64 on cpu"),
+        (lambda w: w.to_sparse(), "is sparse_coo float32 on cpu"),
+    ],
+)
+def test_tensors_that_are_no_weights_are_refused_by_their_place(tmp_path, spoil, says):
+    layers = [fast_kvzip_layer(seed) for seed in range(LAYERS)]
+    layers[1]["k_norm.weight"] = spoil(layers[1]["k_norm.weight"])
+    torch.save({"module": layers}, tmp_path / "gate.pt")
+    with pytest.raises(ValueError, match=rf"gate\.pt: k_norm\.weight of its layer 1 {says}"):
+        import_fast_kvzip(tmp_path / "gate.pt", model_of())
+
+
+def test_a_layer_that_is_named_twice_is_refused(tmp_path):
+    tensors = {f"layers.{i}.{name}": torch.zeros(shape) for i in range(LAYERS) for name, shape in (("weight", (H, M)), ("bias", (H,)))}
+    save_file(tensors | {"layers.01.weight": torch.ones(H, M)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="holds weight of layer 1 twice"):
+        import_kvzap(tmp_path / "model.safetensors", model_of())

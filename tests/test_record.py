@@ -1,3 +1,4 @@
+import copy
 import errno
 import json
 import multiprocessing
@@ -298,7 +299,7 @@ def test_a_truncated_shard_is_named_and_recorded_again_once_it_is_deleted(tmp_pa
 
 def test_too_little_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(5 << 20))
-    with pytest.raises(ValueError, match=r"5 traces need .* GiB in .* has 0\.00 GiB free"):
+    with pytest.raises(ValueError, match=r"5 traces need .* [GMK]iB in .* has 5\.0 MiB free"):
         recorded(tmp_path, own_prompts(5, num_chars=400), tiny_model(head_dim=64, layers=8))
     assert not list(tmp_path.iterdir())
 
@@ -454,3 +455,22 @@ def test_torchrun_shares_a_recording(recipe, tmp_path):
     shared = TraceDataset(said["traces"])
     assert len(shared) == 5 and len({row["shard"] for row in shared.rows}) == 2
     assert done.stdout.count("recorded: ") == 1
+
+
+def test_numbers_that_are_not_finite_stop_a_recording_by_the_prompts_id(tmp_path):
+    model, asked = copy.deepcopy(tiny_model()), own_prompts(2)
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match=rf"prompt {asked[0].id} \(.*the model's keys are not all finite"):
+        record_traces(model, byte_tokenizer(), asked, tmp_path / "traces", RecordSettings())
+    assert not list((tmp_path / "traces").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("also", [5, [["hidden"]]])
+def test_another_folders_edited_settings_stop_no_recording(tmp_path, also):
+    settings = RecordSettings(folder=str(tmp_path))
+    record_traces(tiny_model(), byte_tokenizer(), own_prompts(1), tmp_path / "other", replace(settings, over_questions="max"))
+    path = tmp_path / "other" / format.CONFIG
+    values = json.loads(path.read_text())
+    values["settings"]["also"] = also
+    path.write_text(json.dumps(values))
+    assert trace_folder(tiny_model(), replace(settings, over_questions="max", also=["hidden"])).name != "other"

@@ -15,6 +15,7 @@ from learnkv.evaluation.reward import last_queries, rewards, score_trace
 from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.locks import alone
 from learnkv.methods import METHODS
+from learnkv.models import load_model
 from learnkv.traces import dataset
 from learnkv.traces.dataset import TraceDataset
 from learnkv.train import TrainCommand, name_of, run
@@ -80,6 +81,50 @@ def test_prompts_that_the_model_cannot_repeat_cost_a_training_its_table_and_noth
     assert config.main(run, TrainCommand, [f"recipe={recipe}", "train.steps=1", "table=1"]) == 0
     out = capsys.readouterr().out
     assert "no table of answers: each held-out prompt is too long to be repeated" in out and "next: python -m learnkv.generate" in out
+
+
+def test_a_run_that_another_ended_meanwhile_is_not_relabelled(recipe, capsys, monkeypatch):
+    def meanwhile(*given):
+        monkeypatch.setattr("learnkv.train.load_model", load_model)
+        assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0", "train.lr=1e-3"]) == 0
+        return load_model(*given)
+
+    monkeypatch.setattr("learnkv.train.load_model", meanwhile)
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "table=0", "train.lr=0.5"]) == 2
+    assert "has train.lr=0.001, this run train.lr=0.5" in capsys.readouterr().err
+    assert "lr: 0.001" in Path("checkpoints/runs/tiny/recipe.yaml").read_text()
+
+
+@pytest.mark.parametrize("dry", ["false", "true"])
+def test_recorded_cuts_are_refused_where_a_gate_learns_another_target(recipe, capsys, dry):
+    cuts = ["record.cuts=2", "train.cut=recorded", "record.also=[hidden,reconstruction]", f"dry={dry}"]
+    assert config.main(run, TrainCommand, [f"recipe={without_gate(recipe)}", "method=fast_kvzip", *cuts]) == 2
+    assert "train.cut=recorded knows of an earlier end what its tokens' utility was, fast_kvzip learns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dry", ["false", "true"])
+def test_a_knob_that_is_no_finite_number_is_refused_by_its_name(recipe, capsys, dry):
+    knobs = ["method=foresight", "record.also=[hidden,reconstruction]", "gate.reconstruction=.nan", f"dry={dry}"]
+    assert config.main(run, TrainCommand, [f"recipe={without_gate(recipe)}", *knobs, "table=0"]) == 2
+    assert "reconstruction=nan is no finite number" in capsys.readouterr().err
+
+
+def test_a_gate_that_memory_cannot_hold_is_one_line(recipe, capsys):
+    huge = ["method=kvzap", "record.also=[hidden,reconstruction_plus]", "gate.width=999999999999", "table=0"]
+    assert config.main(run, TrainCommand, [f"recipe={without_gate(recipe)}", *huge]) == 2
+    assert "a kvzap gate of these sizes can't be made" in capsys.readouterr().err
+
+
+def test_rows_past_the_models_positions_are_refused_by_the_trace(recipe, capsys):
+    rows = ["method=judge_q", "gate.num_tokens=500", "record.question=inside", "record.also=[attention]", "table=0"]
+    assert config.main(run, TrainCommand, [f"recipe={without_gate(recipe)}", *rows]) == 2
+    assert "the model has 512; give fewer rows (gate.num_tokens)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["runs", "record.folder"])
+def test_a_dry_run_refuses_a_file_in_the_place_of_a_folder(recipe, capsys, key):
+    assert config.main(run, TrainCommand, [f"recipe={recipe}", "dry=true", f"{key}=mine.jsonl"]) == 2
+    assert "mine.jsonl is a file, where a folder should be made" in capsys.readouterr().err
 
 
 def test_token_ids_are_recomputed_as_far_as_a_gate_reads(recipe, monkeypatch):

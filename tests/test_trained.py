@@ -86,6 +86,21 @@ def test_durations_read_well(seconds, said):
     assert trained.duration(seconds) == said
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kinds"),
+    [
+        ({"prompts": "some/mine.jsonl", "record": {"kinds": ["codes"]}}, ("own prompts (mine.jsonl)",)),
+        ({"record": {"kinds": 5}}, ()),
+        ({"record": None, "train": []}, ()),
+        ({}, ()),
+    ],
+)
+def test_a_gate_was_trained_on_what_its_card_names(recipe, kinds):
+    gate = made_gate()
+    found = trained.trained_of(gate, Card("kvp", {}, gate.base, recipe, ""))
+    assert (found.kinds, found.shuffled) == (kinds, False)
+
+
 def test_seeds_stand_side_by_side():
     header, *lines = trained.seeds([replace(r, accuracy=0.0) if r.run == "b" else r for r in compared()])
     assert header == ["each training run", "20% accuracy", "20% NLL", "10% accuracy", "10% NLL"]

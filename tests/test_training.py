@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -19,10 +20,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from learnkv.checkpoint import CARD, WEIGHTS, load_gate, save_gate
 from learnkv.gates.kvp import KVP
 from learnkv.traces import format
+from learnkv.traces.record import RecordSettings
 from learnkv.training.fit import EVENTS, LAST, seconds_trained
 from learnkv.training.module import learning_rate
 from learnkv.training.steps import Steps, recorded_cut, uniform_cut
-from tests.training_parts import BASE, made_folder, made_gate, made_trace, power_fails, quick, same, train
+from tests.training_parts import BASE, made_folder, made_gate, made_trace, power_fails, quick, same, train, written
 
 ROOT = Path(__file__).parents[1]
 
@@ -140,6 +142,30 @@ def test_a_checkpoint_of_something_else_is_one_clear_error(finished, traces, tmp
     torch.save(other, tmp_path / LAST)
     with pytest.raises(ValueError, match=r"gate\.scale of shape \(7,\), this gate \(3, 2\)"):
         train(str(traces.folder), str(tmp_path))
+
+
+def test_a_run_is_not_gone_on_with_on_other_traces_or_another_model(finished, traces, tmp_path):
+    shutil.copy(finished[1] / LAST, tmp_path / LAST)
+    made_folder(tmp_path / "more", train=7)
+    with pytest.raises(ValueError, match=r"was trained on other traces \(.*resume=never"):
+        train(str(tmp_path / "more"), str(tmp_path))
+    other = replace(BASE, weights_hash="another")
+    written(tmp_path / "model", lambda i, split: made_trace(40 + 3 * i, i, split=split), other, RecordSettings(), train=6, heldout=2)
+    with pytest.raises(ValueError, match=r"other base model's weights \(0123456789abcdef\) than are here now \(another\)"):
+        train(str(tmp_path / "model"), str(tmp_path))
+
+
+def test_a_twin_is_calibrated_on_what_it_was_taught(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(KVP, "calibrate", lambda self, traces: seen.extend(traces))
+    folder = made_folder(tmp_path / "traces", train=2)
+    for shuffled in (False, True):
+        train(str(folder.folder), str(tmp_path / f"run{shuffled}"), steps=2, shuffled=shuffled)
+    real, dealt = seen[:2], seen[2:]
+    assert [t.id for t in real] == [t.id for t in dealt]
+    for one, two in zip(real, dealt, strict=True):
+        assert not torch.equal(one.targets["utility"], two.targets["utility"])
+        assert torch.equal(one.targets["utility"].sort().values, two.targets["utility"].sort().values)
 
 
 def test_a_truncated_last_checkpoint_is_one_clear_error(finished, traces, tmp_path):

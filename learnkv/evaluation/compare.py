@@ -136,11 +136,20 @@ def compare(
     bench = Bench(model, describe(model))
     tasks = tasks_of(bench, tokenizer, prompts, plans, question)
     for encoded, todo in progress(left_of(tasks, done)):
-        for row in bench.rows(encoded, todo):
+        for row in named_rows(bench, encoded, todo):
             done[row.key] = row
             if store:
                 store.append(row)
     return [replace(done[a.cell.key], **named(a.cell)) for _, asked in tasks for a in asked]
+
+
+def named_rows(bench: Bench, encoded: list[Encoded], asked: list[Asked]) -> Iterator[Row]:
+    """The rows of one prompt, which an error names."""
+    try:
+        yield from bench.rows(encoded, asked)
+    except ValueError as error:
+        cell = asked[0].cell
+        raise ValueError(f"prompt {cell.prompt} ({cell.kind}, {cell.num_tokens} tokens): {error}; or leave that prompt out") from error
 
 
 @dataclass(frozen=True)

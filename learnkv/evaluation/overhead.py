@@ -10,6 +10,7 @@ from torch import Tensor
 from learnkv.budgets import Ratio
 from learnkv.evaluation.contenders import Contender, contenders_of
 from learnkv.evaluation.speed import BenchSettings, Figure, in_turns, prefill, tokens_of
+from learnkv.geometry import max_positions
 from learnkv.models import PreTrainedModel
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.runtime.attach import attach
@@ -21,22 +22,35 @@ BOUNDS = {"lookaheadkv": "at most 1.10 x", "kvp": "at most 1.05 x", "fast_kvzip"
 def overhead(model: PreTrainedModel, tokenizer: Tokenizer, settings: BenchSettings) -> Iterator[Figure]:
     """A prefill into transformers' DynamicCache, then each method's, with its scoring, extra passes and eviction."""
     contenders = evicting(model, tokenizer, settings)
+    refuse_beyond(model, settings.overhead_tokens)
     ids = tokens_of(model, 1, settings.overhead_tokens)
     runs: dict[str, Callable[[], object]] = {"plain": lambda: prefill(model, ids, None)}
     for contender in contenders:
-        runs[contender.line] = partial(evicted_prefill, model, ids, contender, settings.kept)
+        runs[name_of(contender)] = partial(evicted_prefill, model, ids, contender, settings.kept)
     with attach(model):
         seconds = in_turns(runs, settings.turns)
     yield Figure(f"prefill of {settings.overhead_tokens:,} tokens, DynamicCache", f"{seconds['plain'] * 1000:.0f} ms")
     for contender in contenders:
-        taken = seconds[contender.line]
+        taken = seconds[name_of(contender)]
         value = f"{taken * 1000:.0f} ms, {taken / seconds['plain']:.2f} x DynamicCache's"
-        yield Figure(f"prefill, `{contender.line}` to {settings.kept:.0%}", value, BOUNDS.get(contender.scorer, ""))
+        yield Figure(f"prefill, `{name_of(contender)}` to {settings.kept:.0%}", value, BOUNDS.get(contender.scorer, ""))
+
+
+def name_of(contender: Contender) -> str:
+    """Its line; of several training runs, which share one, the run's folder too."""
+    return contender.line if contender.run in contender.line else f"{contender.line}, {contender.run}"
+
+
+def refuse_beyond(model: PreTrainedModel, num_tokens: int) -> None:
+    if num_tokens > max_positions(model):
+        raise ValueError(f"bench.overhead_tokens={num_tokens} is above the model's {max_positions(model)} positions; give fewer")
 
 
 def evicting(model: PreTrainedModel, tokenizer: Tokenizer, settings: BenchSettings) -> list[Contender]:
     """The methods that were named."""
     contenders = contenders_of(settings.methods, model, tokenizer, always=())
+    if not contenders:
+        raise ValueError("bench.methods is empty, so there is nothing to time; name methods as in evaluate.methods")
     for contender in contenders:
         if contender.scorer in ("full", "oracle"):
             raise ValueError(f"bench.methods names {contender.scorer}, which {WHY[contender.scorer]}; leave it out")

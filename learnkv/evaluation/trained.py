@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
 
 import numpy as np
 
@@ -35,10 +35,22 @@ class Trained:
 
 def trained_of(gate: Gate, card: Card) -> Trained:
     """The gate's size beside what its card says."""
-    recipe = cast(dict[str, Any], card.recipe)
-    shuffled = bool(recipe.get("train", {}).get("shuffled", False))
-    kinds = tuple(dict.fromkeys(recipe.get("record", {}).get("kinds", ())))
-    return Trained(sum(p.numel() for p in gate.parameters()), card.train_seconds, shuffled, kinds)
+    shuffled = section(card, "train").get("shuffled") is True
+    return Trained(sum(p.numel() for p in gate.parameters()), card.train_seconds, shuffled, kinds_of(card))
+
+
+def kinds_of(card: Card) -> tuple[str, ...]:
+    """The kinds of prompts that a recipe names, or the file of the user's own."""
+    if own := card.recipe.get("prompts"):
+        return (f"own prompts ({Path(str(own)).name})",)
+    named = section(card, "record").get("kinds")
+    return tuple(dict.fromkeys(str(kind) for kind in named)) if isinstance(named, list) else ()
+
+
+def section(card: Card, name: str) -> dict[str, object]:
+    """A part of the card's recipe; whoever wrote the card may have left it out."""
+    found = card.recipe.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 Lines = Mapping[str, Sequence[Trained]]  # the gates of each line, one per training run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -83,6 +84,9 @@ class Gate(Scorer, nn.Module):
         super().__init__()
         self.config = config
         self.base = base
+        for name, value in self.knobs().items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name}={value} is no finite number, which a {self.METHOD} gate's knobs are; give one")
 
     def knobs(self) -> dict[str, object]:
         """The config as plain values, for gate.json."""

@@ -132,10 +132,13 @@ def read_pattern(folder: str | Path, base: BaseModel, sparsity: float = DuoAtten
         rows = [[float(x) for x in line.split("\t")] for line in (folder / PATTERN).read_text().splitlines() if line.strip()]
         settings = json.loads((folder / SETTINGS).read_text())
         sizes = settings["sink_size"], settings["recent_size"]
+        weight = settings.get("reg_weight", DuoAttentionConfig.weight)
         alpha = torch.tensor(rows).clamp(0, 1)
+        if not all(type(size) is int for size in sizes) or type(weight) not in (int, float) or not alpha.isfinite().all():
+            raise ValueError(f"sizes {sizes}, weight {weight!r}, or alphas that are no numbers")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} holds no pattern of DuoAttention ({error}); give a folder with {PATTERN} and {SETTINGS}") from error
-    config = DuoAttentionConfig(*sizes, sparsity=sparsity, weight=settings.get("reg_weight", DuoAttentionConfig.weight))
+    config = DuoAttentionConfig(*sizes, sparsity=sparsity, weight=weight)
     gate = DuoAttention(config, base)
     if alpha.shape != gate.alpha.shape:
         want = describe_geometry(base.num_layers, base.num_kv_heads, base.head_dim)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from learnkv.capture import capture, decoder_of, evictable_layers, filled_cache
 from learnkv.gates.base import Batch, Gate, Held, positions_of, refuse_below
+from learnkv.geometry import max_positions
 from learnkv.models import BaseModel, PreTrainedModel
 from learnkv.observation import Observation, Probe, ProbeScorer, pooled, refuse_kernel
 from learnkv.traces.format import Trace
@@ -139,6 +140,7 @@ class ProbeTokens(ProbeScorer, Gate):
         keys, values = (self.recorded(trace, name).to(decoder.device, decoder.dtype)[:, None] for name in ("keys", "values"))
         refuse_hybrid(decoder, layers)
         n = keys.shape[3]
+        refuse_late(trace, n + len(self.tokens), max_positions(decoder))
         rope = torch.arange(n, n + len(self.tokens), device=decoder.device)[None]
         with capture(decoder, {"queries", "keys"}) as taken:
             decoder(
@@ -161,6 +163,15 @@ class ProbeTokens(ProbeScorer, Gate):
     def distance(self, target: Tensor, shares: Tensor) -> Tensor:
         """[] how far the rows' attention lies from the response's, both [layers, Q, n]."""
         raise NotImplementedError
+
+
+def refuse_late(trace: Trace, end: int, limit: float) -> None:
+    """Raises a ValueError where rows behind a trace would stand past the model's positions."""
+    if end > limit:
+        raise ValueError(
+            f"the rows behind trace {trace.id} of {len(trace.ids)} tokens end at position {end}, the model has {limit}; "
+            "give fewer rows (gate.num_tokens), or record shorter contexts"
+        )
 
 
 def refuse_hybrid(decoder: PreTrainedModel, layers: Sequence[int]) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import base64
+import json
+import sys
 import textwrap
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from keyword import iskeyword
 from pathlib import Path
 from pprint import pformat
+from unicodedata import normalize
 
 from safetensors.torch import save
 
@@ -31,6 +35,7 @@ PRESSES = {  # method -> module of learnkv.presses, class
     "lookaheadkv": ("probe_tokens", "LookaheadKVPress"),
     "judge_q": ("probe_tokens", "JudgeQPress"),
 }
+NEEDED = ("torch", "transformers", "kvpress", "safetensors")
 MARK = '"""A press for kvpress, exported by learnkv '
 
 HEAD = '''
@@ -85,8 +90,11 @@ def export_press(gate: Gate | str | Path, path: str | Path, *, overwrite: bool =
 
 def refuse_path(path: Path, overwrite: bool) -> None:
     """Raises a ValueError for a name that cannot be imported, and for a file of another making."""
-    if path.suffix != ".py" or not path.stem.isidentifier():
+    name = path.stem
+    if path.suffix != ".py" or not name.isidentifier() or iskeyword(name) or normalize("NFKC", name) != name:
         raise ValueError(f"{path} cannot be imported; name the file as a module of Python, kvp_press.py for one")
+    if name in NEEDED or name in sys.stdlib_module_names:
+        raise ValueError(f"{path} would be imported in the place of {name}, which it may need; name it otherwise, kvp_press.py for one")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give a file")
     if path.exists() and not overwrite and not path.read_bytes().startswith(MARK.encode()):
@@ -107,7 +115,7 @@ def press_text(gate: Gate, module: str) -> str:
         mark=MARK,
         version=__version__,
         method=gate.METHOD,
-        name=gate.base.name,
+        name=json.dumps(gate.base.name)[1:-1],  # a name may hold quotes and backslashes
         module=module,
         about=about(source, kind),
         geometry=describe_geometry(gate.base.num_layers, gate.base.num_kv_heads, gate.base.head_dim),

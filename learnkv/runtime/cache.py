@@ -421,7 +421,7 @@ def refuse_late_rows(model: PreTrainedModel, probe: Probe) -> None:
     if end > limit:
         raise ValueError(
             f"a probe of {len(probe.rows)} rows after the prompt ends at position {end}, the model has {limit}; "
-            "shorten the prompt, or take smaller probes (kvzip: chunk_size)"
+            "shorten the prompt, take smaller probes (kvzip: chunk_size), or a method that runs nothing after it"
         )
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from glob import escape
 from pathlib import Path
@@ -184,7 +185,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(written.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only folder says so here again
+            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and str(error.filename or temporary) == str(temporary):
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise

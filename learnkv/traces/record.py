@@ -17,6 +17,7 @@ from torch import distributed
 from tqdm import tqdm
 
 from learnkv import prompts, reconstruction
+from learnkv.counts import size
 from learnkv.geometry import max_positions
 from learnkv.locks import alone
 from learnkv.models import DTYPES, PreTrainedModel, describe
@@ -170,11 +171,12 @@ def same_model(found: TraceConfig, wanted: TraceConfig) -> bool:
 def lacks(found: dict, wanted: dict) -> list[tuple[str, object, object]]:
     """(name, found, wanted) of the settings that differ; traces that hold more than is asked for do not."""
     both = settings_side_by_side(found, wanted)
-    return [
-        (name, there, asked)
-        for name, there, asked in both
-        if (there != asked if name != "also" else not set(cast(list, asked or [])) <= set(cast(list, there or [])))
-    ]
+    return [each for each in both if (each[1] != each[2] if each[0] != "also" else not holds_all(each[1] or [], each[2] or []))]
+
+
+def holds_all(there: object, asked: object) -> bool:
+    """Whether a list out of a file holds all of another; one that was edited into something else holds nothing."""
+    return isinstance(asked, list) and isinstance(there, list) and all(name in there for name in asked)
 
 
 def own_folder(config: TraceConfig, settings: RecordSettings) -> Path:
@@ -212,7 +214,7 @@ class Plan:
 
     def refuse_without_room(self) -> None:
         if self.bytes_new > self.bytes_free:
-            need, free = f"{self.bytes_new / 2**30:.2f} GiB", f"{self.bytes_free / 2**30:.2f} GiB"
+            need, free = size(self.bytes_new), size(self.bytes_free)
             advice = "free some, record fewer, or use record.mode=ids"
             raise ValueError(f"{len(self.missing)} traces need {need} in {self.folder}, its disk has {free} free; {advice}")
 
@@ -372,10 +374,19 @@ def record_share(plan: Plan, model: PreTrainedModel, *, progress: bool) -> None:
             if part is None:
                 continue
             if not part.exists():
-                format.write_trace(part, record_one(model, job, plan.settings))
+                format.write_trace(part, finite(record_one(model, job, plan.settings)))
                 bar.update(len(job.ids))
             packer.add(part)
     packer.close()
+
+
+def finite(trace: Trace) -> Trace:
+    """The trace itself; refused where the model gave numbers that nothing can be learned from."""
+    for name, values in format.tensors_of(trace).items():
+        if not values.isfinite().all():
+            where = f"prompt {trace.id} ({trace.kind})"
+            raise ValueError(f"{where}: the model's {name} are not all finite; look at its weights, or at the prompt")
+    return trace
 
 
 def record_one(model: PreTrainedModel, job: Trace, settings: RecordSettings) -> Trace:

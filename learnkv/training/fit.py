@@ -16,11 +16,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from learnkv.gates.base import Gate
+from learnkv.gates.base import Batch, Gate
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Trace, write_atomically
 from learnkv.training.module import GateTraining, HeldOut, Stopwatch
 from learnkv.training.settings import TrainSettings
+from learnkv.training.steps import taught
 
 LAST = "last.ckpt"
 EVENTS = "events"
@@ -43,7 +44,8 @@ def fit(gate: Gate, train: TraceDataset, heldout: TraceDataset, run: Path, setti
         go(trainer, module, last if resume and last.exists() else None)
         trainer.save_checkpoint(last)
     averaged = module.averaged.cpu()
-    averaged.calibrate(spread(train, CALIBRATION_TRACES))
+    lessons = Batch(spread(train, CALIBRATION_TRACES), settings.seed, 0, settings.shuffled)
+    averaged.calibrate(taught(lessons).traces)
     return averaged.eval()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable
@@ -39,8 +41,18 @@ class GateTraining(LightningModule):
         """The gate with averaged weights."""
         return cast(Gate, self.average.module)
 
+    @property
+    def trained_on(self) -> dict[str, str]:
+        """The base model's weights and the traces, as far as a run that goes on must find the same."""
+        traces = hashlib.sha256(json.dumps([row["id"] for row in self.traces.rows]).encode()).hexdigest()[:16]
+        return {"base model's weights": self.traces.base_model.weights_hash, "traces": traces}
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint[TRAINED_ON] = self.trained_on
+
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        """Refuses a checkpoint of another gate's shapes."""
+        """Refuses a checkpoint of another gate's shapes, base model or traces."""
+        refuse_other_lessons(checkpoint.get(TRAINED_ON, {}), self.trained_on)
         there, mine = ({name: tuple(t.shape) for name, t in state.items()} for state in (checkpoint["state_dict"], self.state_dict()))
         for name in sorted(there.keys() | mine.keys()):
             if there.get(name) != mine.get(name):
@@ -90,6 +102,19 @@ class GateTraining(LightningModule):
         optimizer = OPTIMIZERS[s.optimizer](self.gate.parameters(), lr=s.lr, weight_decay=s.weight_decay)
         schedule = LambdaLR(optimizer, lambda step: learning_rate(step, s) / s.lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+TRAINED_ON = "trained_on"  # key in a checkpoint
+
+
+def refuse_other_lessons(there: dict[str, str], mine: dict[str, str]) -> None:
+    """Raises a ValueError for the first of `GateTraining.trained_on` that a checkpoint has otherwise."""
+    for name, here in mine.items():
+        if there.get(name) != here:
+            raise ValueError(
+                f"the run's last checkpoint was trained on other {name} ({there.get(name)}) than are here now ({here}); "
+                "give another name=..., or resume=never to start over"
+            )
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "sgd": partial(SGD, momentum=0.9)}

@@ -42,7 +42,7 @@ class Steps:
         whole = Batch([self.traces[i] for i in drawn[self.rank :: self.world_size]], self.settings.seed, step, self.settings.shuffled)
         cut = CUTS[self.settings.cut]
         traces = [cut(trace, self.settings.min_cut, whole.generator(trace, "cut")) for trace in whole.traces]
-        return replace(whole, traces=[dealt(trace, whole.order(trace, len(trace.ids))) for trace in traces] if whole.shuffled else traces)
+        return taught(replace(whole, traces=traces))
 
     def state_dict(self) -> dict[str, int]:
         return {"next_step": self.next_step}
@@ -89,6 +89,13 @@ def shortened(trace: Trace, n: int) -> Trace:
         targets={name: t[..., :n] for name, t in trace.targets.items() if name in PER_TOKEN},
         **cut,
     )
+
+
+def taught(batch: Batch) -> Batch:
+    """The batch with its targets as they are to be learned: dealt out anew where it is a control's."""
+    if not batch.shuffled:
+        return batch
+    return replace(batch, traces=[dealt(trace, batch.order(trace, len(trace.ids))) for trace in batch.traces])
 
 
 def dealt(trace: Trace, order: Tensor) -> Trace:
