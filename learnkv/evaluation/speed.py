@@ -28,7 +28,10 @@ from learnkv.runtime.step import LayerState, Step
 
 Cache = Any  # an EvictionCache, or the DynamicCache that the model makes for itself
 
-METHODS_TIMED = ("snapkv", "ada_snapkv", "h2o", "tova", "key_diff", "expected_attention", "kvzip", "dapq", "kvp")
+METHODS_TIMED = (
+    *("snapkv", "ada_snapkv", "h2o", "tova", "key_diff", "expected_attention", "kvzip", "dapq"),
+    *("kvp+adaptive", "lookaheadkv+adaptive", "fast_kvzip", "kvzap+adaptive_global", "foresight"),  # the shipped gates
+)
 
 
 @dataclass
