@@ -201,7 +201,8 @@ def shared_part(values: DictConfig, schema: type) -> DictConfig:
 
 def merge(config: DictConfig, values: DictConfig, schema: type, where: str) -> DictConfig:
     """OmegaConf's merge, its errors in our words."""
-    if wrong := misfit(config, values):
+    mine, theirs = (typing.cast(dict, OmegaConf.to_container(c, resolve=False)) for c in (config, values))
+    if wrong := misfit(mine, theirs):
         raise ValueError(f"{where}: {wrong}")
     try:
         return typing.cast(DictConfig, OmegaConf.merge(config, values))
@@ -209,14 +210,13 @@ def merge(config: DictConfig, values: DictConfig, schema: type, where: str) -> D
         raise ValueError(f"{where}: {explain(error, schema)}") from error
 
 
-def misfit(config: DictConfig, values: DictConfig, prefix: str = "") -> str:
+def misfit(mine: dict, theirs: dict, prefix: str = "") -> str:
     """The first key that has keys of its own where the schema has a value or a list, or the other way round; "" for none."""
-    mine, theirs = (typing.cast(dict, OmegaConf.to_container(c, resolve=False)) for c in (config, values))
     for key in (key for key in theirs if mine.get(key) not in (None, MISSING) and theirs[key] is not None):
         wanted, found = (shape_of(side[key]) for side in (mine, theirs))
         if wanted != found:
             return f"{prefix}{key} takes {wanted}, this is {found}: {theirs[key]}"
-        if found == KEYS and (inner := misfit(config[key], values[key], f"{prefix}{key}.")):
+        if found == KEYS and (inner := misfit(mine[key], theirs[key], f"{prefix}{key}.")):
             return inner
         if found == LIST and any(shape_of(item) != VALUE for item in theirs[key]):
             return f"{prefix}{key} is a list of plain values, this is {theirs[key]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ class Outline:
 
 def outline(model_name: str, settings: RecordSettings, path: str = "") -> Outline:
     """The outline of `plan_recording`; raises ValueError as that does for what is wrong with the recipe or the model."""
+    refuse_unwritable(Path(settings.folder))
     model = load_architecture(model_name, DTYPES[settings.dtype])
     if not path:
         refuse_long_contexts(model, "record.num_tokens", settings.num_tokens)
@@ -69,6 +71,15 @@ def outline(model_name: str, settings: RecordSettings, path: str = "") -> Outlin
     config, folder = trace_config(model, settings), Path(settings.folder)
     needed = bytes_needed([trace_bytes(config, settings, job) for job in jobs], settings)
     return Outline(model, Plan(folder, config, settings, jobs, frozenset(job.id for job in jobs), needed, free_bytes(folder)))
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raises a ValueError where no such folder could be made or written into."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{there} is a file, where a folder should be made; give another path")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{there} can't be written into; give another path")
 
 
 def refuse_long(model: PreTrainedModel, jobs: list[Trace], settings: RecordSettings) -> None:
@@ -102,7 +113,7 @@ def job_of(name: str, prompt: Prompt, num_context: int, settings: RecordSettings
     inside = settings.question == "inside"
     questions = [TEMPLATE + count(asked.text + asked.prefix) if prompt.chat else count(asked.prefix) for asked in prompt.questions]
     asked = [
-        Continuation(empty(0 if inside else question), empty(count(asked.answer)), empty(0))
+        Continuation(empty(1 if inside else question), empty(count(asked.answer)), empty(0))
         for question, asked in zip(questions, prompt.questions, strict=True)
     ]
     whole, onward = (empty(count(text)) if settings.repeats else None for text in (WHOLE, ONWARD))
@@ -110,7 +121,7 @@ def job_of(name: str, prompt: Prompt, num_context: int, settings: RecordSettings
         name,
         prompt.kind,
         prompt.split,
-        empty(num_context + (questions[0] if inside else 0)),
+        empty(num_context + (questions[0] - 1 if inside else 0)),
         asked,
         repeat_whole=whole,
         repeat_onward=onward,

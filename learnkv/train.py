@@ -28,7 +28,7 @@ from torch import distributed
 from learnkv import config, reconstruction
 from learnkv.capture import evictable_layers
 from learnkv.checkpoint import save_gate
-from learnkv.estimate import outline, recording_facts, table, training_facts
+from learnkv.estimate import outline, recording_facts, refuse_unwritable, table, training_facts
 from learnkv.evaluation.compare import QUICK, quick_table, served
 from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
@@ -130,8 +130,7 @@ def dry_run(command: TrainCommand, gate_config: object, folder: Path) -> None:
     """What recording and training would take; refuses what they would refuse."""
     if command.resume == "auto":
         refuse_other_recipe(folder, settled(command))
-    for path in (folder, Path(command.record.folder)):
-        refuse_unwritable(path)
+    refuse_unwritable(folder)
     found = outline(command.model, command.record, command.prompts)
     refuse_one_sided([job.split for job in found.plan.jobs])
     with torch.device("meta"):
@@ -139,15 +138,6 @@ def dry_run(command: TrainCommand, gate_config: object, folder: Path) -> None:
     gate.meet(found.model)
     print(table(recording_facts(found) | training_facts(found, gate, command.train)))
     found.plan.refuse_without_room()
-
-
-def refuse_unwritable(folder: Path) -> None:
-    """Raises a ValueError where no such folder could be made or written into."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"{there} is a file, where a folder should be made; give another path")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"{there} can't be written into; give another path")
 
 
 def refuse_lacking(command: TrainCommand) -> None:

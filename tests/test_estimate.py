@@ -129,6 +129,11 @@ def test_the_outline_is_the_plans_and_a_little_above_it(tiny, changes):
     assert plan.num_tokens < 1.1 * found.num_tokens
 
 
+def test_inside_the_context_a_question_leaves_one_token_outside_in_the_outline_too(tiny):
+    settings = RecordSettings(train=2, heldout=1, num_tokens=[900], kinds=["codes"], question="inside")
+    assert {len(job.questions[0].question) for job in outline(str(tiny), settings).plan.jobs} == {1}
+
+
 def test_own_prompts_are_counted_by_their_characters(tiny):
     lines = [f'{{"context": "{"word " * 40}{i}", "question": "Which?", "answer": "{i}"}}' for i in range(10)]
     Path("mine.jsonl").write_text("\n".join(lines))
@@ -179,6 +184,12 @@ def test_what_training_refuses_is_refused_in_one_line(tiny, wrong, says, capsys)
     assert config.main(train.run, TrainCommand, arguments) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and "\n" not in error and says in error
+
+
+def test_a_file_in_the_place_of_the_traces_folder_is_refused_for_recording_too(tiny, capsys):
+    Path("file").write_text("")
+    assert config.main(record.run, RecordCommand, [f"model={tiny}", "record.train=2", "record.folder=file", "dry=true"]) == 2
+    assert "file is a file, where a folder should be made" in capsys.readouterr().err
 
 
 def test_too_little_disk_is_refused_after_the_table(tiny, capsys, monkeypatch):

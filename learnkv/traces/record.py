@@ -171,7 +171,8 @@ def same_model(found: TraceConfig, wanted: TraceConfig) -> bool:
 def lacks(found: dict, wanted: dict) -> list[tuple[str, object, object]]:
     """(name, found, wanted) of the settings that differ; traces that hold more than is asked for do not."""
     both = settings_side_by_side(found, wanted)
-    return [each for each in both if (each[1] != each[2] if each[0] != "also" else not holds_all(each[1] or [], each[2] or []))]
+    same = [holds_all(there or [], asked or []) if name == "also" else there == asked for name, there, asked in both]
+    return [each for each, is_same in zip(both, same, strict=True) if not is_same]
 
 
 def holds_all(there: object, asked: object) -> bool:
