@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -44,16 +45,23 @@ def cases(archs: Iterable[Arch] = ARCHS, *, hot: bool = False) -> list:
     ]
 
 
+def compiled(case: Case) -> Build:
+    return built(ENTRIES[case], case[0])
+
+
 @pytest.fixture(scope="module")
 def builds(request):
-    """What each case compiles into; two compilations at a time, of all that this run asks for."""
+    """What each case compiles into; two compilations at a time, of all that this run asks for.
+
+    In processes, not threads: Python before 3.11.8 may raise a SystemError where two threads parse at once (python/cpython#106905).
+    """
     asked = (item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec") and item.path == request.path)
-    with ThreadPoolExecutor(2) as pool:
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         futures: dict[Case, Future[Build]] = {}
 
         def compiling(case: Case) -> Future[Build]:
             if case not in futures:
-                futures[case] = pool.submit(built, ENTRIES[case], case[0])
+                futures[case] = pool.submit(compiled, case)
             return futures[case]
 
         for case in filter(ENTRIES.__contains__, asked):
