@@ -107,6 +107,24 @@ def test_seeds_stand_side_by_side():
     assert lines == [["kvp", "1.00 / 0.00", "1.45 / 1.45", "1.00 / 0.00", "1.35 / 1.35"]]
 
 
+# ---- all in short
+
+
+def test_in_short_a_method_has_its_figures_in_every_group_beside_its_costs():
+    rows = [replace(r, accuracy=float(r.prompt != "p0")) if r.line == "kvp" else r for r in compared()]
+    parts = {"trained": report.summarise(rows), "unseen": report.summarise([r for r in rows if r.prompt != "p0"])}
+    header, full, kvp, twin, locret = trained.brief(parts, GATES)
+    assert header == ["method", *(f"{g}, {b}" for g in parts for b in ("20%", "10%")), "weights", "training", "extra time of a prefill"]
+    assert full[0] == "full cache" and full[1] == full[2] and "%" not in full[1] and full[-3:] == ["", "", ""]
+    assert kvp[0] == "kvp, 2 seeds" and kvp[1].startswith("0.83 / 1.45, 83% [") and kvp[3] == "1.00 / 1.50, 100% [100, 100]"
+    assert kvp[5:] == ["1,000", "2 min", "0.25 s (50%)"] and twin[0] == f"kvp{TWIN}" and locret[6] == ""
+
+
+def test_in_short_a_line_has_no_folder():
+    (summary,) = report.summarise([replace(row(), line=f"kvp+adaptive:checkpoints/runs/kvp-shuffled{TWIN}")])
+    assert trained.short_name(summary) == f"kvp+adaptive{TWIN}"
+
+
 # ---- all tables
 
 
@@ -116,6 +134,7 @@ def test_groups_of_kinds_have_tables_of_their_own_and_unknown_groups_none():
     made = list(tables(rows, groups, GATES, trained.verdicts(rows, GATES)))
     printed = [table.title for table in made if table.printed]
     assert printed == ["all kinds", "trained: codes", "unseen: cities", "costs", "training seeds", "twins trained on shuffled targets"]
+    assert "in short: accuracy / NLL, share of the full cache's accuracy" in {t.title for t in made}
     assert {"codes", "cities", "kvp against the others, unseen: cities", "locret against the others, all kinds"} <= {t.title for t in made}
     assert all(len({len(cells) for cells in table.cells}) == 1 for table in made)
     against = next(table for table in made if table.title == "kvp against the others, all kinds")

@@ -21,7 +21,8 @@ class Table:
 
 
 def tables(rows: Sequence[Row], groups: Mapping[str, Sequence[str]], gates: Lines, verdicts: Sequence[Verdict]) -> Iterator[Table]:
-    """The methods on all prompts and on each group of kinds, what gates cost, their seeds and twins; for the file kinds and differences."""
+    """The methods on all prompts and on each group of kinds, what gates cost, their seeds and twins; for the file all in short, kinds and
+    differences."""
     parts = parts_of(rows, groups)
     found = {title: report.summarise(part) for title, part in parts.items()}
     for title, summaries in found.items():
@@ -29,6 +30,9 @@ def tables(rows: Sequence[Row], groups: Mapping[str, Sequence[str]], gates: Line
     if gates:
         yield Table("costs", trained.costs(next(iter(found.values())), gates))
         yield from of_gates(rows, verdicts)
+    of_groups = {title.split(":")[0]: summaries for title, summaries in list(found.items())[1:]}
+    if of_groups:
+        yield Table("in short: accuracy / NLL, share of the full cache's accuracy", trained.brief(of_groups, gates), printed=False)
     kinds = list(dict.fromkeys(row.kind for row in rows))
     for kind in kinds if len(kinds) > 1 else []:
         yield Table(kind, report.table(report.summarise(rows, kind=kind)), printed=False)

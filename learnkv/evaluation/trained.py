@@ -72,6 +72,39 @@ def cost(own: Sequence[Summary], runs: Sequence[Trained]) -> list[str]:
     return [weights, duration(float(np.mean(seconds))) if seconds else "", report.show_extra(own), kinds]
 
 
+def brief(groups: Mapping[str, Sequence[Summary]], gates: Lines) -> list[list[str]]:
+    """Rows of cells, all that decides in one table: accuracy / NLL, share of the full cache's accuracy, by group and budget; costs.
+
+    groups  name -> its summaries; every one has the same lines and budgets
+    """
+    first = next(iter(groups.values()))
+    budgets = sorted({s.budget for s in first if s.line != FULL}, reverse=True)
+    columns = [f"{name}, {report.show_budget(b)}" for name in groups for b in budgets]
+    found = {(name, s.line, s.budget): s for name, summaries in groups.items() for s in summaries}
+    rows = []
+    for line in dict.fromkeys(s.line for s in first):
+        own = [s for s in first if s.line == line]
+        at = [own[0].budget] * len(budgets) if line == FULL else budgets
+        shown = [kept(found.get((name, line, b))) for name in groups for b in at]
+        rows.append([short_name(own[0]), *shown, *cost(own, gates.get(line, ()))[:3]])
+    return [["method", *columns, "weights", "training", "extra time of a prefill"], *rows]
+
+
+def short_name(first: Summary) -> str:
+    """The line without its gates' folder."""
+    method = first.line.removesuffix(TWIN).split(":", 1)[0]
+    twin = TWIN if first.line.endswith(TWIN) else ""
+    return f"{method}{twin}" + (f", {first.runs} seeds" if first.runs > 1 else "")
+
+
+def kept(found: Summary | None) -> str:
+    """0.60 / 0.79, 104% [98, 110]"""
+    if found is None:
+        return ""
+    share = f", {report.show(found.ratio, 100, 0, '%')}" if found.ratio and found.line != FULL else ""
+    return f"{found.accuracy.value:.2f} / {found.nll.value:.2f}{share}"
+
+
 def duration(seconds: float) -> str:
     """38 s, 12 min, 1.8 h"""
     if seconds < 90:
