@@ -29,9 +29,12 @@ def run(command: DoctorCommand) -> None:
 
 def report(found: dict[str, dict[str, str]]) -> str:
     """A block per section."""
-    width = max(len(name) for facts in found.values() for name in facts) + 2
-    blocks = [[f"{section}:", *(f"  {name:<{width}}{text}" for name, text in facts.items())] for section, facts in found.items() if facts]
-    return "\n".join(line for block in blocks for line in block)
+    return "\n".join(f"{section}:\n{block(facts)}" for section, facts in found.items() if facts)
+
+
+def block(facts: dict[str, str]) -> str:
+    width = max(map(len, facts))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in facts.items())
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def facts(written: list[str]) -> dict[str, Facts]:
         "disk": tried("disk", lambda: {short(path): disk(path) for path in places}),
         "GPU": tried("card", cards) | {"C compiler": compiler()} | tried("Triton", triton),
         "assets": tried("wheels", fetched) | tried("models", dequantised),
-        "environment": {name: os.environ[name] for name in SETTINGS if name in os.environ},
+        "environment": {name: short(os.environ[name]) for name in SETTINGS if name in os.environ},
     }
 
 
@@ -51,7 +51,7 @@ def tried(name: str, look: Callable[[], Facts]) -> Facts:
         return {name: f"fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
-def short(path: Path) -> str:
+def short(path: Path | str) -> str:
     """Without the name of the user."""
     return f"{path}".replace(f"{Path.home()}{os.sep}", "~/")
 
@@ -164,11 +164,11 @@ def triton() -> Facts:
     """Whether it compiles a kernel of ours: for the first card, or where there is none for sm_90."""
     import torch
 
-    from learnkv import ops
+    from learnkv.ops import arch_of, builds
 
-    arch = ops.arch_of(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu"))
+    arch = arch_of(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu"))
     began = time.monotonic()
-    name, _ = next(iter(ops.builds(arch)))
+    name, _ = next(iter(builds(arch)))
     return {"Triton": f"compiles {name.split()[0]} for {arch}, {time.monotonic() - began:.1f} s"}
 
 

@@ -32,7 +32,10 @@ def doctor(capsys, *arguments: str) -> str:
 def test_without_anything_fetched_all_is_told_and_nothing_is_made(bare, capsys):
     text = doctor(capsys)
     assert [line[:-1] for line in text.splitlines() if not line.startswith(" ")] == SECTIONS
-    assert f"torch                {torch.__version__}" in text and "not fetched, 93 MB" in text and "compiles append_rows" in text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert {f"torch {torch.__version__}", "smollm2-135m not fetched, 93 MB"} <= set(lines)
+    for begin in ("card ", "Triton compiles append_rows for "):
+        assert any(line.startswith(begin) for line in lines)
     assert not files_of(bare)
 
 
@@ -64,7 +67,7 @@ def test_a_broken_installation_is_told_and_not_met_with_a_traceback(bare, capsys
     for module in ("learnkv.ops", "learnkv.models", "learnkv.outline"):
         monkeypatch.setitem(sys.modules, module, None)
     text = doctor(capsys)
-    assert text.count("fails: ModuleNotFoundError") + text.count("fails: ImportError") == 3 and "learnkv" in text
+    assert text.count("fails: ModuleNotFoundError") == 3 and "free, but" not in text
 
 
 def test_a_compiler_that_fails_is_told(bare, monkeypatch, capsys):

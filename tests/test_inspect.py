@@ -129,7 +129,7 @@ def test_a_damaged_thing_is_refused_in_one_line(here, path, tmp_path, capsys):
             (tmp_path / name).write_bytes((Path(path).parent / name).read_bytes())
     damaged = tmp_path / Path(path).name
     data = damaged.read_bytes()
-    damaged.write_bytes(data[: len(data) // 2].rstrip(b"\n") + b"\n")
+    damaged.write_bytes(data[: len(data) * 2 // 3].rstrip(b"\n") + b"\n")
     refused(capsys, damaged)
 
 

@@ -21,6 +21,8 @@ LIGHT = [[], ["--help"], ["--version"], ["trian"], ["ls"], ["ls", "--help"], ["c
 def called(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["learnkv", *arguments])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which it replaces
+    if arguments:
+        monkeypatch.delitem(sys.modules, f"learnkv.{arguments[0]}", raising=False)  # as in a process of its own
     try:
         return __main__.main()
     except SystemExit as ended:
