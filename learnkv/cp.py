@@ -29,9 +29,8 @@ def run(command: CpCommand) -> None:
         raise unknown("recipe", command.recipe, config.recipe_names())
     path = copy(command.recipe, target(command))
     argument = shlex.quote(f"recipe={path}")
-    print(f"recipe: {path}")
-    print(f"what it would take: python -m learnkv.estimate {argument}")
-    print(f"next: edit it, then python -m learnkv.{config.purpose(command.recipe)} {argument}")
+    lines = [f"recipe: {path}", f"what it would take: python -m learnkv.estimate {argument}"]
+    config.tell("\n".join([*lines, f"next: edit it, then python -m learnkv.{config.purpose(command.recipe)} {argument}"]))
 
 
 def target(command: CpCommand) -> Path:
