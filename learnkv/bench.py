@@ -134,10 +134,5 @@ def foretell(command: BenchCommand) -> None:
     print(f"next: python -m learnkv.bench kernels device=cuda dtype=bfloat16 budget_s=400 out={command.out}")
 
 
-def arguments(argv: list[str]) -> list[str]:
-    """`runtime`, `kernels` and so on first is part=..."""
-    return [f"part={argv[0]}", *argv[1:]] if argv and "=" not in argv[0] and not argv[0].startswith("-") else argv
-
-
 if __name__ == "__main__":
-    sys.exit(config.main(run, BenchCommand, arguments(sys.argv[1:])))
+    sys.exit(config.main(run, BenchCommand, words=("part",)))

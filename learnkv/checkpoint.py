@@ -23,13 +23,12 @@ from learnkv.gates import GATES
 from learnkv.gates.base import Gate
 from learnkv.models import BaseModel, PreTrainedModel, describe
 from learnkv.names import unknown
+from learnkv.places import CARD, WEIGHTS
 from learnkv.traces.format import write_atomically
 from learnkv.typed import checked
 from learnkv.version import __version__
 
 FORMAT_VERSION = 2
-CARD = "gate.json"
-WEIGHTS = "gate.safetensors"
 AGAIN = "take it from its source again, or train again"
 
 

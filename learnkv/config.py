@@ -1,7 +1,8 @@
 """Recipes: a YAML file and key=value arguments into the typed dataclass that a command reads.
 
 A command declares one dataclass with a `recipe: str` field (its default recipe, "" for none), plain values, and sections: dataclasses
-that live beside what reads them.  A recipe file may hold sections of several commands; each takes its own.
+that live beside what reads them.  A recipe file may hold sections of several commands; each takes its own.  A command that no recipe
+speaks to has no such field.
 """
 
 from __future__ import annotations
@@ -32,38 +33,75 @@ RECIPES = Path(__file__).parent / "recipes"
 # what a recipe file may hold at its top; a command skips what is not its own, and anything else is a mistake
 SHARED = frozenset({"model", "method", "prompts", "record", "gate", "train", "evaluate", "generate", "bench"})
 
+KEY = r"[A-Za-z_][\w.]*"
+
 S = TypeVar("S")
 
 
-def main(run: Callable[[S], None], schema: type[S], argv: Sequence[str] | None = None) -> int:
-    """The exit status of `run` on the arguments: 0, 2 after one line on a user's mistake, 130 after Ctrl-C.
+def main(run: Callable[[S], None], schema: type[S], argv: Sequence[str] | None = None, *, words: Sequence[str] = ()) -> int:
+    """The exit status of `run` on the arguments, as `status_of` has it.
+
+    words  keys of bare words, in order: with ("part",) `stream dtype=float32` is part=stream dtype=float32
+    """
+
+    def act() -> int:
+        arguments = named(sys.argv[1:] if argv is None else argv, words)
+        if "--help" in arguments or (takes_recipe(schema) and not arguments):
+            tell(usage([a for a in arguments if a != "--help"], schema, run.__module__, words))
+            return 0 if arguments else 2
+        run(load(arguments, schema))
+        return 0
+
+    return status_of(act)
+
+
+def status_of(act: Callable[[], int]) -> int:
+    """What `act` returns, 2 after one line on a user's mistake, 130 after Ctrl-C, READER_GONE where nobody reads what it prints.
 
     Errors that are ours (AssertionError, TypeError, ...) keep their traceback.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if not arguments or "--help" in arguments:
-            print(usage([a for a in arguments if a != "--help"], schema, run.__module__))
-            return 0 if arguments else 2
-        run(load(arguments, schema))
+        status = act()
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output went away, as in `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        silence()
+        return READER_GONE
     except (ValueError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    return 0
+    return status
+
+
+READER_GONE = 141  # as the shell has it of what SIGPIPE ended
+
+
+def silence() -> None:
+    """Sends what is still to be printed nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def tell(text: str) -> None:
+    """Prints what was asked for; a reader who goes away in the middle of it, as `head` does, had enough of it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        silence()
+
+
+def named(argv: Sequence[str], words: Sequence[str]) -> list[str]:
+    """The arguments as key=value throughout: bare words get those of the keys that are not given, in order."""
+    free = iter([word for word in words if not any(argument.startswith(f"{word}=") for argument in argv)])
+    return [f"{key}={a}" if not re.match(rf"-|{KEY}=", a) and (key := next(free, "")) else a for a in argv]
 
 
 def load(argv: Sequence[str], schema: type[S]) -> S:
     """The schema's defaults, then the recipe file, then the key=value arguments; later ones win.
 
     argv    ["recipe=kvp", "train.steps=100"]
-    schema  a dataclass with a `recipe` field
+    schema  a dataclass
     """
     return instance(resolve(argv, schema), schema)
 
@@ -107,6 +145,11 @@ def argument_text(key: str, value: object, schema: type) -> str:
     """A value as it is typed after key=, the other way round of `argument_value`."""
     if isinstance(value, str) and hint_of(key, schema) & {str, Path}:
         return value
+    return inline(value)
+
+
+def inline(value: object) -> str:
+    """A value as YAML on one line."""
     return yaml.safe_dump(plain(value), default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
 
 
@@ -125,7 +168,7 @@ def plain(value: object) -> object:
 def resolve(argv: Sequence[str], schema: type[S]) -> DictConfig:
     """The merged values, not yet an instance; mandatory ones may still be missing."""
     pairs = [split(argument) for argument in argv]
-    name = dict(pairs).get("recipe", default_recipe(schema))
+    name = dict(pairs).get("recipe", default_recipe(schema)) if takes_recipe(schema) else ""
     config = OmegaConf.structured(schema)
     if name:
         config = merge(config, shared_part(read_recipe(name), schema), schema, f"recipe {name}")
@@ -136,7 +179,7 @@ def resolve(argv: Sequence[str], schema: type[S]) -> DictConfig:
 
 def split(argument: str) -> tuple[str, str]:
     key, equals, text = argument.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+    if not equals or not re.fullmatch(KEY, key):
         raise ValueError(f"argument {argument!r} is not of the form key=value; --help lists the keys")
     return key, text
 
@@ -145,6 +188,10 @@ def default_recipe(schema: type) -> str:
     field = {f.name: f for f in dataclasses.fields(schema)}["recipe"]
     assert isinstance(field.default, str), f"{schema.__name__}.recipe needs a default, '' for none"
     return field.default
+
+
+def takes_recipe(schema: type) -> bool:
+    return "recipe" in {field.name for field in dataclasses.fields(schema)}
 
 
 def recipe_names() -> list[str]:
@@ -161,6 +208,18 @@ def recipe_file(name: str) -> Path:
     if name not in recipe_names():
         raise ValueError(f"{unknown('recipe', name, recipe_names())}; a recipe of your own ends in .yaml")
     return RECIPES / f"{name}.yaml"
+
+
+def purpose(name: str) -> str:
+    """The command that a recipe is for, by the sections it has."""
+    sections = [str(key) for key in read_recipe(name)]
+    found = next((command for section, command in PURPOSES.items() if section in sections), "")
+    if not found:
+        raise ValueError(f"recipe {name} is for no command: it has none of the sections {', '.join(PURPOSES)}; it has {sections}")
+    return "train" if found == "record" and "method" in sections else found
+
+
+PURPOSES = {"train": "train", "gate": "train", "evaluate": "evaluate", "bench": "bench", "record": "record"}  # section -> command
 
 
 def read_recipe(name: str) -> DictConfig:
@@ -292,14 +351,16 @@ def hint_of(key: str, schema: type) -> set[object]:
 # ---- help
 
 
-def usage(argv: Sequence[str], schema: type, module: str) -> str:
-    """What the command does, which recipes there are, and every key with its value and comment."""
+def usage(argv: Sequence[str], schema: type, module: str, words: Sequence[str] = ()) -> str:
+    """What the command does, which recipes it may take, and every key with its value and comment."""
     config = resolve(argv, schema)
     rows = [(f"{name}={show(config, name)}", comment) for name, _, comment in keys(schema)]
     width = min(max(len(left) for left, _ in rows), 48)
     lines = [f"  {left:<{width}}  {comment}".rstrip() for left, comment in rows]
     about = inspect.cleandoc(sys.modules[module].__doc__ or "")
-    return "\n".join([f"usage: python -m {name_of(module)} recipe=NAME key=value ...", "", about, "", *recipe_lines(), "", *lines])
+    recipes = [*recipe_lines(), ""] if takes_recipe(schema) else []
+    shape = " ".join([*(f"[{word.upper()}]" for word in words), *["recipe=NAME"] * bool(recipes and not words), "key=value ..."])
+    return "\n".join([f"usage: python -m {name_of(module)} {shape}", "", about, "", *recipes, *lines])
 
 
 def recipe_lines() -> list[str]:
@@ -321,7 +382,7 @@ def show(config: DictConfig, key: str) -> str:
     """A value as it would be typed; a mandatory one that is still missing shows as ???."""
     value = OmegaConf.select(config, key, default="???")
     if OmegaConf.is_config(value):
-        return yaml.safe_dump(plain(OmegaConf.to_container(value)), default_flow_style=True, width=1000).strip()
+        return inline(OmegaConf.to_container(value))
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 

@@ -27,6 +27,7 @@ from learnkv.evaluation.rows import Row, budget_of, read_rows
 from learnkv.evaluation.tables import tables
 from learnkv.evaluation.trained import Lines, Trained, duration
 from learnkv.models import DTYPES, PreTrainedModel, load_model, refuse_long_contexts
+from learnkv.places import ROWS
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.format import write_atomically
@@ -57,7 +58,7 @@ def run(command: EvaluateCommand) -> None:
     asked = prompts_of(command, settings, tokenizer)
     refuse_chosen_on(chosen, asked)
     plans = plans_of(settings, chosen, model, tokenizer)
-    rows_file = Path(settings.out) / "rows.jsonl"
+    rows_file = Path(settings.out) / ROWS
     print(f"model: {command.model}, {settings.dtype}")
     print(f"prompts: {len(asked)} with {sum(len(p.questions) for p in asked)} questions, {len({p.kind for p in asked})} kinds")
     print(f"rows of each: {len(plans)}: {', '.join(dict.fromkeys(p.contender.line for p in plans))}", flush=True)
@@ -158,7 +159,7 @@ def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines) -> None:
     parts = [report.protocol(rows), *(f"### {table.title}\n\n{report.markdown(table.cells)}" for table in made), *told]
     write_atomically(folder / "table.md", lambda to: to.write_text("\n\n".join(parts) + "\n"))
     write_atomically(folder / "plot.png", lambda to: report.plot(report.summarise(rows), to))
-    print(f"rows: {folder / 'rows.jsonl'}\ntables, by kind too: {folder / 'table.md'}\nplot: {folder / 'plot.png'}")
+    print(f"rows: {folder / ROWS}\ntables, by kind too: {folder / 'table.md'}\nplot: {folder / 'plot.png'}")
 
 
 def missing_groups(rows: Sequence[Row], groups: Mapping[str, Sequence[str]]) -> list[str]:

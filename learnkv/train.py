@@ -28,7 +28,6 @@ from torch import distributed
 from learnkv import config, reconstruction
 from learnkv.capture import evictable_layers
 from learnkv.checkpoint import save_gate
-from learnkv.estimate import outline, recording_facts, refuse_unwritable, table, training_facts
 from learnkv.evaluation.compare import QUICK, quick_table, served
 from learnkv.evaluation.reward import rewards
 from learnkv.gates import GATES
@@ -40,6 +39,8 @@ from learnkv.methods import METHODS
 from learnkv.models import DTYPES, BaseModel, PreTrainedModel, describe, load_model, refuse_long_contexts
 from learnkv.names import unknown
 from learnkv.observation import Scorer
+from learnkv.outline import outline, recording_facts, refuse_unwritable, table, training_facts
+from learnkv.places import EVENTS, LAST, RECIPE
 from learnkv.prompts import Prompt, encode
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.dataset import TraceDataset
@@ -48,9 +49,8 @@ from learnkv.traces.measure import softmax_scales
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 from learnkv.traces.targets import RECONSTRUCTIONS, TARGETS
 from learnkv.training import TrainSettings, fit
-from learnkv.training.fit import EVENTS, LAST, seconds_trained
+from learnkv.training.fit import seconds_trained
 
-RECIPE = "recipe.yaml"
 BUDGETS = (0.5, 0.2, 0.1)  # of the last table
 COMPRESSED = {  # what it is of: prompts are asked as they were recorded
     "outside": "compressed before the question is known",

@@ -122,7 +122,7 @@ def test_overhead_of_what_evicts_nothing_or_knows_the_question_is_refused(method
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(argv, says, capsys):
-    assert config.main(bench.run, bench.BenchCommand, bench.arguments(argv)) == 2
+    assert config.main(bench.run, bench.BenchCommand, argv, words=("part",)) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
 

@@ -257,3 +257,48 @@ def test_a_list_in_the_place_of_keys_is_one_line_that_names_the_key(tmp_path, ca
     (tmp_path / "r.yaml").write_text(text)
     assert config.main(lambda command: None, EvaluateCommand, [f"recipe={tmp_path / 'r.yaml'}"]) == 2
     assert re.search(says, capsys.readouterr().err)
+
+
+# ---- bare words, and readers who go away
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (["kvp", "mine.yaml"], ["name=kvp", "to=mine.yaml"]),
+        (["to=mine.yaml", "kvp"], ["to=mine.yaml", "name=kvp"]),
+        (["runs/lr=1", "--help"], ["name=runs/lr=1", "--help"]),
+        (["a", "b", "c"], ["name=a", "to=b", "c"]),
+        ([], []),
+    ],
+)
+def test_bare_words_get_the_keys_that_are_left(argv, wanted):
+    assert config.named(argv, ["name", "to"]) == wanted
+
+
+@dataclass
+class Bare:
+    what: str = "all"  # of it
+
+
+def test_a_command_without_recipes_runs_without_arguments_and_its_help_names_none(capsys):
+    ran = []
+    assert config.main(ran.append, Bare, [], words=("what",)) == 0 and ran == [Bare()]
+    with pytest.raises(ValueError, match="unknown key 'recipe'"):
+        config.load(["recipe=kvp"], Bare)
+    text = config.usage([], Bare, __name__, ("what",))
+    assert text.startswith(f"usage: python -m {__name__} [WHAT] key=value ...\n") and "recipes:" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("method: kvp\nrecord: {train: 3}", "train"),
+        ("method: kvp\ntrain: {steps: 3}\nevaluate: {count: 1}", "train"),
+        ("record: {train: 3}", "record"),
+        ("evaluate: {count: 3}", "evaluate"),
+        ("bench: {turns: 3}", "bench"),
+    ],
+)
+def test_a_recipe_is_for_the_command_whose_sections_it_has(recipe, text, command):
+    assert config.purpose(recipe(text).removeprefix("recipe=")) == command

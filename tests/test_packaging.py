@@ -103,6 +103,8 @@ def test_an_installed_wheel_works_from_any_folder(built, tmp_path):
     where, kernels, recipes = run(sys.executable, "-c", LOOK, folder=tmp_path, path=tmp_path / "site").split()
     assert Path(where).parents[1] == Path(kernels).parents[2] == tmp_path / "site"
     assert int(recipes) == len(RECIPES)
+    told = run(sys.executable, tmp_path / "site" / "bin" / "learnkv", "--version", folder=tmp_path, path=tmp_path / "site")
+    assert told.startswith("learnkv ")
 
 
 def test_an_editable_install_follows_the_links(tree, tmp_path):

@@ -6,11 +6,13 @@ import dataclasses
 import importlib
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from learnkv import config, methods
+from learnkv.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -18,10 +20,13 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 COMMANDS = sorted(set(re.findall(r"python -m (learnkv\.\w+)((?: [\w.]+=\S+?)*)(?=[`\s])", README)))
 
 
-def schema_of(module: str) -> type:
-    """The dataclass that a command reads."""
-    classes = [v for v in vars(importlib.import_module(module)).values() if isinstance(v, type) and v.__module__ == module]
-    (schema,) = [c for c in classes if "recipe" in dir(c)]
+def schema_of(module: str, arguments: Sequence[str] = ()) -> type:
+    """The dataclass that a command reads; `estimate` reads what the recipe's own command does."""
+    if module == "learnkv.estimate":
+        recipe = dict(config.split(argument) for argument in arguments).get("recipe", "kvp")
+        return schema_of(f"learnkv.{config.purpose(recipe)}")
+    found = vars(importlib.import_module(module))
+    (schema,) = [value for name, value in found.items() if name.endswith("Command") and value.__module__ == module]
     return schema
 
 
@@ -41,7 +46,8 @@ def test_the_quick_start_installs_a_torch_that_the_package_admits():
 
 @pytest.mark.parametrize(("module", "arguments"), COMMANDS)
 def test_a_command_in_the_readme_exists_with_its_recipe_and_keys(module, arguments):
-    config.load([a for a in shlex.split(arguments) if a != "recipe=own.yaml"], schema_of(module))
+    given = [a for a in shlex.split(arguments) if a != "recipe=own.yaml"]
+    config.load(given, schema_of(module, given))
 
 
 @pytest.mark.parametrize("recipe", config.recipe_names())
@@ -52,6 +58,11 @@ def test_every_shipped_recipe_loads_in_each_command_that_it_has_keys_for(recipe)
     assert takers
     for schema in takers:
         config.load([f"recipe={recipe}"], schema)
+
+
+def test_the_table_of_the_flow_has_a_row_for_every_verb():
+    table = README.partition("| command | does |\n")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `python -m learnkv\.(\w+)", table, re.MULTILINE)) == set(VERBS)
 
 
 def test_recipes_named_in_the_readme_are_shipped():

@@ -8,8 +8,6 @@ import json
 import sys
 import textwrap
 from dataclasses import asdict, dataclass, field
-from functools import cache
-from importlib.util import find_spec
 from keyword import iskeyword
 from pathlib import Path
 from pprint import pformat
@@ -20,6 +18,7 @@ from safetensors.torch import save
 from learnkv.checkpoint import SHAPE, load_gate, tensors_of
 from learnkv.gates.base import Gate, describe_geometry
 from learnkv.names import given, nearest
+from learnkv.sources import read
 from learnkv.traces.format import write_atomically
 from learnkv.version import __version__
 
@@ -141,44 +140,6 @@ def literal(values: dict[str, object]) -> str:
 
 
 # ---- the code, joined from learnkv's modules
-
-
-@dataclass(frozen=True)
-class Source:
-    """A module of learnkv as text.
-
-    definitions  functions, classes and constants at its top
-    imports      name -> (module, name there), which is "" for a module itself
-    """
-
-    lines: list[str]
-    definitions: dict[str, ast.stmt] = field(default_factory=dict)
-    imports: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-    def text(self, node: ast.stmt) -> str:
-        """The lines of a definition, with decorators and the comment at its end."""
-        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-        return "\n".join(self.lines[first - 1 : node.end_lineno])
-
-
-@cache
-def read(module: str) -> Source:
-    """A module's source; it is not imported, and what it is written for need not be installed."""
-    spec = find_spec(module)
-    assert spec is not None and spec.origin is not None
-    text = Path(spec.origin).read_text()
-    source = Source(text.splitlines())
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ImportFrom):
-            source.imports.update({a.asname or a.name: (f"{node.module}", a.name) for a in node.names})
-        elif isinstance(node, ast.Import):
-            source.imports.update({a.asname or a.name: (a.name, "") for a in node.names})
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            source.definitions[node.name] = node
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            source.definitions.update({t.id: node for t in targets if isinstance(t, ast.Name)})
-    return source
 
 
 @dataclass

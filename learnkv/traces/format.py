@@ -21,13 +21,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from learnkv.models import BaseModel
+from learnkv.places import CONFIG, MANIFEST, SHARDS
 from learnkv.typed import checked
 from learnkv.version import __version__
 
 FORMAT_VERSION = 2
-CONFIG = "trace_config.json"
-MANIFEST = "manifest.parquet"
-SHARDS = "traces-*.safetensors"
 AGAIN = "delete it and record again"
 
 

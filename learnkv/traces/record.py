@@ -22,6 +22,7 @@ from learnkv.geometry import max_positions
 from learnkv.locks import alone
 from learnkv.models import DTYPES, PreTrainedModel, describe
 from learnkv.names import unknown
+from learnkv.places import PARTS
 from learnkv.prompts import Prompt
 from learnkv.prompts.haystack import Split
 from learnkv.prompts.kinds import TRAIN_KINDS
@@ -33,7 +34,6 @@ from learnkv.traces.measure import ALSO, WINDOW, measure, respond
 from learnkv.traces.targets import RECONSTRUCTIONS, TARGETS, Future, OverQuestions
 
 FULL = ("queries", "hidden")  # what mode=full means
-PARTS = "parts"  # traces that wait to be packed into a shard, one file each
 
 
 @dataclass

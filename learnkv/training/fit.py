@@ -17,14 +17,13 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from learnkv.gates.base import Batch, Gate
+from learnkv.places import EVENTS, LAST
 from learnkv.traces.dataset import TraceDataset
 from learnkv.traces.format import Trace, write_atomically
 from learnkv.training.module import GateTraining, HeldOut, Stopwatch
 from learnkv.training.settings import TrainSettings
 from learnkv.training.steps import taught
 
-LAST = "last.ckpt"
-EVENTS = "events"
 FIRST_TRACES = 8  # that input statistics are taken from
 CALIBRATION_TRACES = 64
 
