@@ -47,7 +47,7 @@ ALLOWED = {
     "presses":     {"names", "version", "rope", "geometry", "capture", "kernels", "budgets", "gates", "checkpoint", "traces", "kvpress",
                     "transformers"},
 }  # fmt: skip
-COMMANDS = ("record", "train", "evaluate", "generate", "bench", "export")
+COMMANDS = ("record", "train", "evaluate", "generate", "bench", "export", "profile")
 INSIDE = {*ALLOWED, "evaluation"}
 OUTSIDE = {"triton", "transformers", "peft", "lightning", "datasets", "omegaconf", "kvpress"}
 ALLOWED["evaluation"] = INSIDE - {"config", "kernels"} | {"datasets"}
