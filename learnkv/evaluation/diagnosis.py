@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class Diagnosis:
         layers = self.regret.shape[1]
         heights = [2 + 0.12 * layers, LEGEND + LINE_POINTS / 72 * len(lines)]  # inches
         figure = Figure(figsize=(COLUMNS * LETTER_POINTS / 72, sum(heights)), layout="constrained")
-        maps, text = np.ravel(figure.subfigures(2, 1, height_ratios=heights))
+        maps, text = cast(NDArray, figure.subfigures(2, 1, height_ratios=heights))
         for axis, (name, values) in zip(maps.subplots(1, 3), self.means().items(), strict=True):
             image = axis.imshow(values, aspect="auto", vmin=0, vmax=1 if name != "regret" else None)
             axis.set(title=name, xlabel="KV head", ylabel="layer")

@@ -116,7 +116,7 @@ class Profile:
 
         maps = {"sinks": self.sinks, "local": self.local, "entropy, nats": self.entropy, "top 10%": self.top}
         figure = Figure(figsize=(16, 2.5 + 0.1 * len(self.sinks)), layout="constrained")
-        *axes, curves = figure.subplots(1, len(maps) + 1)
+        *axes, curves = figure.subplots(1, len(maps) + 1, width_ratios=[1] * len(maps) + [2])
         for axis, (name, values) in zip(axes, maps.items(), strict=True):
             image = axis.imshow(values, aspect="auto", vmin=0, vmax=None if "nats" in name else 1)
             axis.set(title=name, xlabel="KV head", ylabel="layer")
@@ -124,6 +124,9 @@ class Profile:
         for name, kept in self.coverage.items():
             curves.plot(list(kept), list(kept.values()), marker="o", markersize=3, label=name)
         curves.set(title="attention to come that the oracle keeps", xlabel="budget, share of the context", xscale="log")
+        budgets = list(next(iter(self.coverage.values())))
+        curves.set_xticks(budgets, labels=[f"{budget:.0%}" for budget in budgets])
+        curves.minorticks_off()
         curves.legend(fontsize="small")
         figure.savefig(path, dpi=150, format="png")
 
