@@ -60,11 +60,13 @@ def test_equal_sides_differ_in_nothing_and_a_constant_gap_is_as_sure_as_resample
 
 
 def test_p_values_agree_with_the_interval():
+    """But for the one resample that the sample itself counts as, which moves them by 2 in 5,001."""
     rng = np.random.default_rng(0)
     for shift in np.linspace(-0.3, 0.3, 25):
         test = statistics.tested(rng.normal(shift, 1, 80), np.zeros(80), margin=0.1)
-        assert (test.p < 0.05) == (not test.gain.low <= 0 <= test.gain.high)
-        assert (test.p_margin < 0.05) == (test.gain.low > -0.1)
+        inside = test.gain.low <= 0 <= test.gain.high
+        assert test.p > 0.049 if inside else test.p < 0.051
+        assert test.p_margin < 0.051 if test.gain.low > -0.1 else test.p_margin > 0.049
 
 
 def test_a_difference_that_is_not_there_is_found_about_as_often_as_the_level_says():
