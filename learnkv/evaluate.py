@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from learnkv import config, prompts
+from learnkv.budgets import Ratio
 from learnkv.checkpoint import load_gate
-from learnkv.evaluation import report, trained
+from learnkv.evaluation import claims, report, trained
+from learnkv.evaluation.claims import Primary
 from learnkv.evaluation.compare import Estimate, EvaluateSettings, Plan, Task, compare, estimate, plan, plan_chosen, work_of
 from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.rows import Row, budget_of, read_rows
+from learnkv.evaluation.statistics import FEWEST, too_few
 from learnkv.evaluation.tables import tables
 from learnkv.evaluation.trained import Lines, Trained, duration
 from learnkv.models import DTYPES, PreTrainedModel, load_model, refuse_long_contexts
@@ -58,6 +61,7 @@ def run(command: EvaluateCommand) -> None:
     asked = prompts_of(command, settings, tokenizer)
     refuse_chosen_on(chosen, asked)
     plans = plans_of(settings, chosen, model, tokenizer)
+    settings = replace(settings, primary=primary_of(command, settings, plans, asked))
     rows_file = Path(settings.out) / ROWS
     print(f"model: {command.model}, {settings.dtype}")
     print(f"prompts: {len(asked)} with {sum(len(p.questions) for p in asked)} questions, {len({p.kind for p in asked})} kinds")
@@ -67,7 +71,7 @@ def run(command: EvaluateCommand) -> None:
         return
     print(f"rows go to {rows_file}; a stopped run goes on from there", flush=True)
     rows = compare(model, tokenizer, asked, plans, path=rows_file, question=settings.question, progress=watched)
-    show(rows, settings, gates_of(plans))
+    show(rows, settings, gates_of(plans), {prompt.id for prompt in asked if prompt.pins})
     shipped = "" if command.model == EvaluateCommand.model else " method=snapkv"  # the shipped gate is the bundled model's
     gate = f" gate={command.gate}" if command.gate else shipped
     print(f"next: python -m learnkv.generate model={command.model}{gate} compare=true")
@@ -91,6 +95,27 @@ def watched(tasks: list[Task]) -> Iterator[Task]:
             left = (time.monotonic() - began) / sum(work[1:done]) * sum(work[done:])
             tqdm.write(f"{done} of {len(tasks)} prompts done, about {duration(left)} left on this machine", file=sys.stderr)
         yield task
+
+
+def primary_of(command: EvaluateCommand, settings: EvaluateSettings, plans: Sequence[Plan], asked: Sequence[Prompt]) -> Primary:
+    """The declared endpoint; none where short keys ask for less than a recipe's comparison, which declared it.
+
+    Raises ValueError for an endpoint that this comparison could say nothing about.
+    """
+    primary = settings.primary
+    run = [(plan.contender.line, plan.budget.kept if isinstance(plan.budget, Ratio) else float(plan.budget)) for plan in plans]
+    missing = [line for line in primary.methods if (line, primary.budget) not in run]
+    if missing and (command.method or command.gate or command.budget is not None):
+        print(f"note: {missing[0]} at budget {primary.budget:g}, of evaluate.primary, is not run here, so no primary endpoint is tested")
+        return Primary()
+    if missing:
+        there = ", ".join(f"{line} at {budget:g}" for line, budget in run)
+        raise ValueError(f"evaluate.primary names {missing[0]} at budget {primary.budget:g}, which is not run; run are: {there}")
+    group = settings.groups.get(primary.group, [])
+    prompts = sum(not primary.group or prompt.kind in group for prompt in asked)
+    if primary.methods and prompts < FEWEST:
+        raise ValueError(f"evaluate.primary speaks of {too_few(prompts)}; raise evaluate.count")
+    return primary
 
 
 def gates_of(plans: Sequence[Plan]) -> dict[str, list[Trained]]:
@@ -145,12 +170,12 @@ def plans_of(settings: EvaluateSettings, chosen: Sequence[Row], model: PreTraine
     return plans + plan_chosen(chosen, settings.budgets, model, tokenizer, *protected) if settings.choose else plans
 
 
-def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines) -> None:
+def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines, pinned: Set[str]) -> None:
     """Print the tables, write them and the plot to the folder."""
     folder = Path(settings.out)
     verdicts = trained.verdicts(rows, gates) if len({row.prompt for row in rows}) > 1 else []
-    made = list(tqdm(tables(rows, settings.groups, gates, verdicts), desc="tables", unit="table", file=sys.stderr))
-    told = [*notes(rows), *missing_groups(rows, settings.groups), *trained.said(verdicts)]
+    made = list(tqdm(tables(rows, settings.groups, gates, verdicts, settings.primary), desc="tables", unit="table", file=sys.stderr))
+    told = [*notes(rows, pinned), *missing_groups(rows, settings.groups), *claimed(rows), *trained.said(verdicts)]
     print(f"\n{report.protocol(rows)}")
     for table in made:
         if table.printed:
@@ -162,17 +187,28 @@ def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines) -> None:
     print(f"rows: {folder / ROWS}\ntables, by kind too: {folder / 'table.md'}\nplot: {folder / 'plot.png'}")
 
 
+def claimed(rows: Sequence[Row]) -> list[str]:
+    """What the words in the tables claim, or why they claim nothing."""
+    prompts = len({row.prompt for row in rows})
+    if prompts < FEWEST:
+        return [f"nothing is claimed: {too_few(prompts)}"]
+    return claims.notes(claims.best_heuristics(claims.cells_of(rows)))
+
+
 def missing_groups(rows: Sequence[Row], groups: Mapping[str, Sequence[str]]) -> list[str]:
     """The groups of kinds that have no table here."""
     there = {row.kind for row in rows}
     return [f"no prompt is of group {name} ({', '.join(kinds)})" for name, kinds in groups.items() if not there & set(kinds)]
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader should know of these rows: budgets that held whole contexts, and those that hold protected tokens only."""
+def notes(rows: Sequence[Row], pinned: Set[str] = frozenset()) -> list[str]:
+    """What a reader should know of these rows: budgets that held whole contexts, those that hold protected tokens only, and those that
+    did not hold what the prompts `pinned` pin."""
     evicting = [row for row in rows if row.scorer != "full"]
     whole = Counter(row.budget for row in evicting if row.kept_mean >= row.num_tokens)
     said = [f"budget {b:g} held the whole context in {count} rows: nothing was evicted there" for b, count in whole.items()]
+    above = Counter(row.budget for row in evicting if row.prompt in pinned and row.kept_mean > row.num_sinks + row.num_recent + row.free)
+    said += [f"budget {b:g} is less than {count} rows pin beside what is protected: they held more" for b, count in above.items()]
     forced = {r.budget: r.num_sinks + r.num_recent for r in evicting if r.budget * r.num_tokens <= r.num_sinks + r.num_recent}
     return said + [
         f"budget {b:g} is within the {n} protected tokens of some contexts: every method keeps the same" for b, n in forced.items()

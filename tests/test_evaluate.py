@@ -104,6 +104,48 @@ def test_a_gate_trained_on_shuffled_targets_is_the_twin_of_the_other(folder, tmp
     assert f"### kvp+adaptive:{tmp_path}/real-* against the others" in written and "shuffled, shuffled targets against" not in written
 
 
+@pytest.fixture(scope="module")
+def enough(folder):
+    """Twelve prompts, of which intervals can be had."""
+    questions = [(short_prompt(i).context, short_prompt(i).questions[0]) for i in range(12)]
+    records = [{"context": context, "question": q.text, "answer": q.answer, "answer_prefix": q.prefix} for context, q in questions]
+    (folder / "twelve.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return f"prompts={folder / 'twelve.jsonl'}"
+
+
+def test_enough_prompts_make_claims_and_few_say_why_they_make_none(folder, enough, tmp_path, capsys):
+    assert evaluate(folder, tmp_path / "few", "method=snapkv", "budget=0.4") == 0
+    said = capsys.readouterr().out
+    assert "nothing is claimed: 3 prompts, fewer than the 10 that an interval needs" in said and "[" not in said.partition("method ")[2]
+    assert evaluate(folder, tmp_path / "out", enough, "method=snapkv", "budget=0.4") == 0
+    said = capsys.readouterr().out
+    assert "40% claim" in said and "best heuristic over all these prompts: snapkv at 40%" in said
+    assert "### claims, user" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_a_declared_endpoint_is_tested_by_itself(folder, enough, tmp_path, capsys):
+    declared = ["evaluate.primary.methods=[h2o]", "evaluate.primary.budget=0.4", "evaluate.methods=[h2o,tova]", "evaluate.budgets=[0.4]"]
+    assert evaluate(folder, tmp_path, enough, *declared) == 0
+    assert "primary endpoint: accuracy, 40%, all prompts" in capsys.readouterr().out
+    assert evaluate(folder, tmp_path, enough, *declared, "method=snapkv") == 0
+    assert "note: h2o at budget 0.4, of evaluate.primary, is not run here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ("methods=[h2o]", "evaluate.primary names h2o at budget 0.1, which is not run; run are: full cache at 1, random at 0.4"),
+        ("methods=[tova] evaluate.primary.budget=0.4", "evaluate.primary speaks of 3 prompts, fewer than the 10"),
+        ("group=odd", "unknown group in evaluate.primary: 'odd'"),
+        ("metric=f1", "evaluate.primary.metric"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_tested_is_refused_before_anything_runs(folder, tmp_path, capsys, declared, said):
+    arguments = f"evaluate.methods=[tova] evaluate.budgets=[0.4] evaluate.primary.{declared}".split()
+    assert evaluate(folder, tmp_path / "out", *arguments) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_an_estimate_measures_a_prompt_and_writes_nothing(folder, tmp_path, capsys):
     assert evaluate(folder, tmp_path / "out", "method=snapkv", "evaluate.budgets=[0.4,0.3]", "estimate=true") == 0
     said = capsys.readouterr().out

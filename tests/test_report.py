@@ -1,7 +1,7 @@
 """Rows, the file they lie in, the choice on a development split, and the tables and plot made of them."""
 
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -12,7 +12,7 @@ from learnkv.evaluation.rows import RowFile, budget_of, read_rows
 from tests.comparison_parts import full_row, row
 
 
-def compared(prompts=4):
+def compared(prompts=12):
     """Two methods and the full cache on prompts of two kinds."""
     rows = []
     for i in range(prompts):
@@ -142,9 +142,9 @@ def test_choosing_by_held_out_rows_is_refused():
 
 
 def test_summary_holds_the_means_and_the_paired_ratio():
-    (full, snapkv, _, _, _) = report.summarise(compared())
+    (full, snapkv, *_) = report.summarise(compared())
     assert (full.line, full.accuracy.value, full.nll.value) == ("full cache", 1.0, pytest.approx(0.1))
-    assert (snapkv.line, snapkv.budget, snapkv.accuracy.value, snapkv.nll.value) == ("snapkv", 0.1, 0.5, 2.5)
+    assert (snapkv.line, snapkv.budget, snapkv.accuracy.value, snapkv.nll.value) == ("snapkv", 0.1, 0.5, 6.5)
     assert snapkv.ratio.value == 0.5 and snapkv.ratio.low <= 0.5 <= snapkv.ratio.high
 
 
@@ -155,8 +155,9 @@ def test_questions_of_a_prompt_count_as_one_prompt():
 
 
 def test_training_runs_share_a_line():
-    rows = [full_row(prompt=p) for p in ("p0", "p1")]
-    rows += [row(line="kvp:runs/*", gate=g, run=g, prompt=p, accuracy=float(g == "a")) for g in ("a", "b") for p in ("p0", "p1")]
+    prompts = [f"p{i}" for i in range(10)]
+    rows = [full_row(prompt=p) for p in prompts]
+    rows += [row(line="kvp:runs/*", gate=g, run=g, prompt=p, accuracy=float(g == "a")) for g in ("a", "b") for p in prompts]
     found = report.summarise(rows)[1]
     assert (found.runs, found.accuracy.value) == (2, 0.5) and found.accuracy.high > found.accuracy.low
     assert "kvp:runs/* (2 runs)" in report.text_table(report.summarise(rows))
@@ -164,11 +165,11 @@ def test_training_runs_share_a_line():
 
 def test_kinds_are_summarised_on_their_own():
     found = {s.line: s for s in report.summarise(compared(), kind="codes")}
-    assert found["snapkv"].accuracy.value == 1.0 and found["snapkv"].prompts == 2
+    assert found["snapkv"].accuracy.value == 1.0 and found["snapkv"].prompts == 6
 
 
 def test_unfinished_line_is_refused():
-    with pytest.raises(ValueError, match=r"h2o at budget 0\.5 lacks 1 of 4 prompts"):
+    with pytest.raises(ValueError, match=r"h2o at budget 0\.5 lacks 1 of 12 prompts"):
         report.summarise(compared()[:-1])
 
 
@@ -178,22 +179,26 @@ def test_full_cache_that_answers_nothing_leaves_the_ratio_open():
     assert "%" in report.text_table(report.summarise(rows))
 
 
-def test_one_prompt_gives_figures_without_bounds():
-    table = report.text_table(report.summarise(compared(1)))
-    assert "[" not in table and "0.00" in table
+@pytest.mark.parametrize("prompts", [1, 9])
+def test_fewer_than_ten_prompts_give_figures_without_bounds_and_the_reason(prompts):
+    table = report.text_table(report.summarise(compared(prompts)))
+    assert "[" not in table and "1.00" in table
+    assert f"no intervals: {prompts} prompt" in report.protocol(compared(prompts)) and "bootstrap" not in report.protocol(compared(prompts))
+    found = report.difference(compared(prompts), "h2o", "snapkv", 0.1)
+    assert found.value == 1.0 and math.isnan(found.low) and math.isnan(found.high) and report.verdict(found) == ""
 
 
 def test_paired_difference_of_nll_between_lines():
-    assert report.difference(compared(), "h2o", "snapkv", 0.1) == report.Interval(1.0, 1.0, 1.0)
+    assert astuple(report.difference(compared(), "h2o", "snapkv", 0.1)) == pytest.approx((1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match=r"no rows of both lines 'kvp' and 'snapkv' at budget 0\.1"):
         report.difference(compared(), "kvp", "snapkv", 0.1)
 
 
 def test_paired_difference_over_all_budgets_is_that_of_the_means():
     rows = [replace(r, nll=r.nll + 1) if r.line == "h2o" and r.budget == 0.5 else r for r in compared()]
-    assert report.difference(rows, "h2o", "snapkv") == report.Interval(1.5, 1.5, 1.5)
+    assert astuple(report.difference(rows, "h2o", "snapkv")) == pytest.approx((1.5, 1.5, 1.5))
     rest = [r for r in rows if not (r.line == "snapkv" and r.budget == 0.5)]
-    assert report.difference(rest, "h2o", "snapkv") == report.Interval(1.0, 1.0, 1.0), "only what both were run at"
+    assert astuple(report.difference(rest, "h2o", "snapkv")) == pytest.approx((1.0, 1.0, 1.0)), "only what both were run at"
 
 
 def test_gaps_hold_accuracy_and_nll_at_each_budget_and_over_all_and_name_what_is_significant():
@@ -217,12 +222,18 @@ def test_text_table_has_a_line_per_method_and_a_group_of_columns_per_budget():
     lines = report.text_table(report.summarise(compared())).splitlines()
     assert [line.split("  ")[0] for line in lines] == ["method", "full cache", "snapkv", "h2o"]
     assert lines[0].split()[1:4] == ["50%", "accuracy", "50%"]
-    assert "0.25 s (50%)" in lines[2] and "2.50" in lines[2] and "50% [" in lines[2]
+    assert "0.25 s (50%)" in lines[2] and "6.50" in lines[2] and "50% [" in lines[2]
 
 
 def test_markdown_table_is_rectangular():
     lines = report.markdown_table(report.summarise(compared())).splitlines()
     assert len({line.count("|") for line in lines}) == 1 and set(lines[1]) == set("|- ")
+
+
+def test_marks_are_the_last_column_of_their_budget():
+    header, full, snapkv, h2o = report.table(report.summarise(compared()), {("snapkv", 0.1): "no worse"})
+    assert header[-2:] == ["10% claim", "extra time"] and header.count("50% claim") == 1
+    assert (snapkv[-2], h2o[-2], full[-2]) == ("no worse", "", "") and snapkv[header.index("50% claim")] == ""
 
 
 def test_a_method_missing_at_a_budget_leaves_its_cells_empty():
@@ -247,7 +258,7 @@ def test_token_budgets_show_as_tokens():
 
 def test_protocol_says_what_flips_rankings():
     said = report.protocol(compared())
-    for part in ("4 prompts", "codes", "heldout", "one-shot without the question", "first 4 and last 16", "tiny in float32"):
+    for part in ("12 prompts", "codes", "heldout", "one-shot without the question", "first 4 and last 16", "tiny in float32"):
         assert part in said
 
 

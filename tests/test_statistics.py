@@ -2,24 +2,83 @@
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from learnkv.evaluation import statistics
 
 
 def test_point_estimates_are_the_plain_means():
-    values, full = [1, 0, 1, 0], [1, 1, 1, 0]
+    values, full = [1, 0, 1, 0] * 3, [1, 1, 1, 0] * 3
     assert statistics.mean(values).value == 0.5
     assert statistics.ratio(values, full).value == pytest.approx(2 / 3)
     assert statistics.difference(values, full).value == -0.25
 
 
 def test_interval_equals_the_enumerated_bootstrap():
-    values, full = np.array([1.0, 0.0]), np.array([1.0, 1.0])
+    values, full = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
     # four equally likely resamples: means 0, 1/2, 1/2, 1
-    interval = statistics.mean(values, level=0.4, resamples=20000)
+    interval = statistics.bootstrap(np.positive, values, level=0.4, resamples=20000, seed=0)
     assert (interval.low, interval.high) == (0.5, 0.5)
-    interval = statistics.ratio(values, full, level=0.6, resamples=20000)
+    interval = statistics.bootstrap(statistics.divide, values, full, level=0.6, resamples=20000, seed=0)
     assert (interval.low, interval.high) == (0.0, 1.0)
+
+
+def test_intervals_of_one_run_are_scipys():
+    rng = np.random.default_rng(0)
+    full = rng.random(60) < 0.7
+    values = full & (rng.random(60) < 0.8)
+    more = dict(paired=True, vectorized=False, method="percentile", n_resamples=20000, rng=rng)
+    for ours, what in ((statistics.difference, np.subtract), (statistics.ratio, np.divide)):
+        wanted = scipy.stats.bootstrap((values, full), lambda a, b, what=what: what(a.mean(), b.mean()), **more).confidence_interval
+        found = ours(values, full, resamples=20000)
+        assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high), abs=0.01)
+
+
+def test_intervals_are_those_that_were_published():
+    """README and cards hold figures of this very stream of random numbers."""
+    rng = np.random.default_rng(5)
+    full = rng.random(203) < 0.64
+    found = statistics.ratio([full & (rng.random(203) < 0.9) for _ in range(3)], full)
+    assert (found.low, found.high) == pytest.approx((0.8292682926829269, 0.9323308270676691), abs=1e-12)
+
+
+# ---- p-values
+
+
+def test_p_values_are_the_shares_of_resamples_on_the_wrong_side(monkeypatch):
+    monkeypatch.setattr(statistics, "draws", lambda *sides, **more: np.array([-0.05, -0.03, 0.0, 0.1, 0.2, 0.3, 0.4]))
+    found = statistics.tested([1.0] * 10, [0.0] * 10, margin=0.03, resamples=7)
+    assert found.p == 2 * (1 + 3) / 8, "three resamples at 0 or below, five at 0 or above"
+    assert found.p_margin == 2 * (1 + 1) / 8, "one resample below the margin; the one at it is within"
+
+
+def test_equal_sides_differ_in_nothing_and_a_constant_gap_is_as_sure_as_resamples_can_be():
+    values = np.random.default_rng(0).random(20)
+    assert statistics.tested(values, values).p == 1.0
+    worse = statistics.tested(values - 1, values, margin=0.03)
+    assert (worse.gain.value, worse.p, worse.p_margin) == (pytest.approx(-1.0), 2 / 5001, 1.0)
+
+
+def test_p_values_agree_with_the_interval():
+    """But for the one resample that the sample itself counts as, which moves them by 2 in 5,001."""
+    rng = np.random.default_rng(0)
+    for shift in np.linspace(-0.3, 0.3, 25):
+        test = statistics.tested(rng.normal(shift, 1, 80), np.zeros(80), margin=0.1)
+        inside = test.gain.low <= 0 <= test.gain.high
+        assert test.p > 0.049 if inside else test.p < 0.051
+        assert test.p_margin < 0.051 if test.gain.low > -0.1 else test.p_margin > 0.049
+
+
+def test_a_difference_that_is_not_there_is_found_about_as_often_as_the_level_says():
+    rng, hits, trials = np.random.default_rng(1), 0, 400
+    for _ in range(trials):
+        hits += statistics.tested(rng.random(100) < 0.5, rng.random(100) < 0.5, resamples=300).p < 0.05
+    assert 0.02 <= hits / trials <= 0.09
+
+
+def test_holm_multiplies_the_least_by_all_the_next_by_one_less_and_never_goes_down():
+    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert statistics.holm([0.5, 0.9]) == [1.0, 1.0] and statistics.holm([0.02]) == [0.02] and statistics.holm([]) == []
 
 
 def test_pairing_makes_a_constant_gap_certain():
@@ -83,31 +142,32 @@ def test_several_runs_equal_one_when_they_are_the_same():
     assert statistics.ratio([values, values], full).value == statistics.ratio(values, full).value
 
 
-@pytest.mark.parametrize("bad", [[1.0, float("nan")], [1.0, float("inf")]])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_is_refused_in_words(bad):
-    with pytest.raises(ValueError, match="1 of 2 figures are NaN or infinite"):
-        statistics.mean(bad)
+    values = [1.0] * 9 + [bad]
+    with pytest.raises(ValueError, match="1 of 10 figures are NaN or infinite"):
+        statistics.mean(values)
     with pytest.raises(ValueError, match="NaN or infinite"):
-        statistics.difference([0.0, 1.0], bad)
+        statistics.difference([0.0] * 10, values)
 
 
-@pytest.mark.parametrize("few", [[], [1.0], [[1.0], [0.0]]])
-def test_fewer_than_two_prompts_are_refused(few):
-    with pytest.raises(ValueError, match="at least 2 prompts"):
+@pytest.mark.parametrize(("few", "said"), [([], "0 prompts"), ([1.0], "1 prompt,"), ([[1.0] * 9] * 20, "9 prompts")])
+def test_fewer_than_ten_prompts_are_refused_however_many_runs(few, said):
+    with pytest.raises(ValueError, match=f"{said}.* fewer than the 10 that an interval needs"):
         statistics.mean(few)
 
 
 def test_unpaired_sides_are_refused_with_both_counts():
-    with pytest.raises(ValueError, match="got 3 and 2"):
-        statistics.ratio([1, 0, 1], [1, 0])
+    with pytest.raises(ValueError, match="got 12 and 11"):
+        statistics.ratio([1] * 12, [1] * 11)
 
 
 def test_ratio_to_a_full_cache_that_answers_nothing_is_refused():
-    with pytest.raises(ValueError, match="answered none of 3 prompts"):
-        statistics.ratio([1, 0, 1], [0, 0, 0])
+    with pytest.raises(ValueError, match="answered none of 10 prompts"):
+        statistics.ratio([1] * 10, [0] * 10)
 
 
 @pytest.mark.parametrize("knob", [{"level": 1.0}, {"resamples": 0}])
 def test_impossible_settings_are_refused(knob):
     with pytest.raises(ValueError, match=next(iter(knob))):
-        statistics.mean([0, 1], **knob)
+        statistics.mean([0, 1] * 5, **knob)

@@ -6,6 +6,7 @@ import pytest
 
 from learnkv.checkpoint import Card
 from learnkv.evaluation import report, trained
+from learnkv.evaluation.claims import Primary
 from learnkv.evaluation.tables import tables
 from learnkv.evaluation.trained import TWIN, Trained
 from tests.comparison_parts import full_row, row
@@ -14,7 +15,7 @@ from tests.training_parts import made_gate
 REAL = Trained(1000, 60.0, False, ("codes", "people"))
 DEALT = replace(REAL, shuffled=True)
 GATES = {"kvp": [REAL, replace(REAL, seconds=120.0)], f"kvp{TWIN}": [DEALT], "locret": [replace(REAL, seconds=None)]}
-PROMPTS = [f"p{i}" for i in range(6)]
+PROMPTS = [f"p{i}" for i in range(20)]
 
 
 def gate_rows(line, gates, nll, **changes):
@@ -104,7 +105,7 @@ def test_a_gate_was_trained_on_what_its_card_names(recipe, kinds):
 def test_seeds_stand_side_by_side():
     header, *lines = trained.seeds([replace(r, accuracy=0.0) if r.run == "b" else r for r in compared()])
     assert header == ["each training run", "20% accuracy", "20% NLL", "10% accuracy", "10% NLL"]
-    assert lines == [["kvp", "1.00 / 0.00", "1.45 / 1.45", "1.00 / 0.00", "1.35 / 1.35"]]
+    assert lines == [["kvp", "1.00 / 0.00", "2.15 / 2.15", "1.00 / 0.00", "2.05 / 2.05"]]
 
 
 # ---- all in short
@@ -143,4 +144,26 @@ def test_groups_of_kinds_have_tables_of_their_own_and_unknown_groups_none():
 
 def test_without_gates_there_is_one_table():
     made = list(tables([full_row(), row()], {}, {}, []))
-    assert [table.title for table in made] == ["codes"]
+    assert [table.title for table in made] == ["codes (no intervals: 1 prompt, fewer than the 10 that an interval needs)"]
+
+
+def test_claims_stand_in_the_tables_and_in_figures_in_the_file():
+    rows = compared() + [row(line="snapkv", prompt=p, budget=b, accuracy=0.0, nll=3.0) for p in PROMPTS for b in (0.2, 0.1)]
+    made = {table.title: table for table in tables(rows, {}, GATES, [])}
+    header, *lines = made["codes"].cells
+    said = {cells[0]: cells[header.index("10% claim")] for cells in lines}
+    assert said["kvp (2 runs)"] == "no worse, ahead" and said["snapkv"] == "worse, best heuristic" and said[f"kvp{TWIN}"] == ""
+    assert not made["claims, codes"].printed and len(made["claims, codes"].cells) == 1 + 4 * 2
+
+
+def test_a_declared_endpoint_comes_first_and_of_its_methods_alone():
+    rows = compared() + [row(line="snapkv", prompt=p, budget=b, accuracy=0.0, nll=3.0) for p in PROMPTS for b in (0.2, 0.1)]
+    first = next(tables(rows, {"own": ["codes"]}, GATES, [], Primary(["kvp"], 0.2, "nll", "own")))
+    assert first.title == "primary endpoint: nll, 20%, own" and first.printed
+    assert [cells[:2] for cells in first.cells] == [["method", "budget"], ["kvp", "20%"]] and first.cells[1][-1] == "worse, ahead"
+
+
+def test_few_prompts_leave_a_twin_undecided():
+    verdicts = trained.verdicts([r for r in compared() if int(r.prompt[1:]) < 9], GATES)
+    assert trained.said(verdicts) == ["too few prompts to tell from their twins: kvp", "without a twin here: locret"]
+    assert trained.twins(verdicts)[1][2:] == ["1.00", "-1.00", "too few prompts"]

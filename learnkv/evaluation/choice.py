@@ -10,6 +10,7 @@ import numpy as np
 from learnkv.evaluation.rows import Row
 
 CONTROLS = ("full", "random", "oracle")
+BEST = "best heuristic (chosen)"  # the line of what a development run says is best of all heuristics
 
 
 def choose_best(rows: Sequence[Row], budget: float) -> dict[str, str]:

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from learnkv.budgets import Ratio, uniform
 from learnkv.capture import capture, evictable_layers
-from learnkv.evaluation.choice import choose_best
+from learnkv.evaluation.choice import BEST, choose_best
+from learnkv.evaluation.claims import Primary
 from learnkv.evaluation.contenders import WHOLE, Contender, contenders_of, gate_contender
 from learnkv.evaluation.report import FULL, summarise, text_table
 from learnkv.evaluation.rows import Cell, Row, RowFile, budget_of, read_rows
@@ -56,6 +57,7 @@ class EvaluateSettings:
     num_recent: int = 16  # last tokens that always stay
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of model and cache
     groups: dict[str, list[str]] = field(default_factory=dict)  # name -> kinds that also have a table together
+    primary: Primary = field(default_factory=Primary)  # the endpoint that is declared before a run
     choose: str = ""  # rows of a development run: each heuristic in it also runs with its best settings and allocator
     out: str = "data/comparisons/compare"  # folder of rows, tables and plot
 
@@ -69,6 +71,8 @@ class EvaluateSettings:
         for kind in (kind for kinds in self.groups.values() for kind in kinds):
             if kind not in KINDS:
                 raise unknown("prompt kind in evaluate.groups:", kind, KINDS)
+        if self.primary.group and self.primary.group not in self.groups:
+            raise unknown("group in evaluate.primary:", self.primary.group, self.groups)
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def plan_chosen(
         best = choose_best(rows, budget)
         lines = {f"{scorer} (chosen)": method for scorer, method in best.items()}
         if len(best) > 1:
-            lines = {"best heuristic (chosen)": next(iter(best.values())), **lines}
+            lines = {BEST: next(iter(best.values())), **lines}
         opened = {c.method: c for c in contenders_of(list(best.values()), model, tokenizer, num_sinks, num_recent)}
         plans += plan([replace(opened[method], line=line) for line, method in lines.items()], [budget])
     return plans
@@ -328,7 +332,7 @@ class Bench:
         policies = [p.contender.at(p.budget, known) for p in plans]
         with attach(self.model):
             costs = [self.cost(p.contender, policy, context) for p, policy in zip(plans, policies, strict=True)]
-            caches = prefill_many(self.model, context, policies)
+            caches = prefill_many(self.model, context, policies, pins=encoded[0].pins)
             of_plan = dict(zip(plans, zip(caches, costs, strict=True), strict=True))
             for same in batched(sorted(asked, key=lambda a: a.cell.question), ASKED_TOGETHER):
                 held = [of_plan[a.plan][0] for a in same]

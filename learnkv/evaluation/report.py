@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,14 @@ from learnkv.evaluation.statistics import Interval
 
 FULL = "full cache"
 ALL = "all"
+Marks = Mapping[tuple[str, float], str]
 
 
 @dataclass(frozen=True)
 class Summary:
     """One line of the table at one budget, on one kind of prompt or all.
 
-    accuracy, nll        means with 95% intervals over prompts (and runs); bounds are NaN with fewer than two prompts
+    accuracy, nll        means with 95% intervals over prompts (and runs); bounds are NaN with fewer than FEWEST prompts
     ratio                accuracy / the full cache's accuracy, paired; None where that is 0 or not among the rows
     free                 tokens per KV head that the budget leaves beside the protected ones, mean
     span_kept, kept_mean, kept_max, bytes_held, extra_seconds, prefill_seconds    means (kept_max: the maximum)
@@ -69,9 +70,9 @@ def summary(line: str, budget: float, kind: str, rows: list[Row], prompts: list[
         kind=kind,
         prompts=len(prompts),
         runs=len(accuracy),
-        accuracy=interval(statistics.mean, accuracy),
-        nll=interval(statistics.mean, nll),
-        ratio=interval(statistics.ratio, accuracy, full) if full is not None and full.any() else None,
+        accuracy=interval(statistics.mean, np.positive, accuracy),
+        nll=interval(statistics.mean, np.positive, nll),
+        ratio=interval(statistics.ratio, np.divide, accuracy, full) if full is not None and full.any() else None,
         free=float(np.mean([row.free for row in rows])),
         span_kept=float(np.mean(spans)) if spans else None,
         kept_mean=float(np.mean([row.kept_mean for row in rows])),
@@ -82,12 +83,11 @@ def summary(line: str, budget: float, kind: str, rows: list[Row], prompts: list[
     )
 
 
-def interval(statistic: Callable[..., Interval], *sides: NDArray) -> Interval:
-    """The statistic, or with a single prompt its point without bounds."""
-    if sides[0].shape[1] >= 2:
+def interval(statistic: Callable[..., Interval], point: Callable[..., float], *sides: NDArray) -> Interval:
+    """The statistic of sides [runs, prompts], or of fewer than FEWEST prompts point(mean of each side) without bounds."""
+    if sides[0].shape[1] >= statistics.FEWEST:
         return statistic(*sides)
-    value = float(sides[0].mean() / (sides[1].mean() if len(sides) == 2 else 1))
-    return Interval(value, math.nan, math.nan)
+    return Interval(float(point(*(side.mean() for side in sides))), math.nan, math.nan)
 
 
 def by_prompt(rows: Sequence[Row], prompts: Sequence[str], figure: str) -> NDArray[np.float64]:
@@ -125,7 +125,7 @@ def difference(rows: Sequence[Row], line: str, other: str, budget: float | None 
         raise ValueError(f"no rows of both lines {line!r} and {other!r}{at}; lines: {lines}")
     found = {name: [row for row in rows if row.line == name and row.budget in shared] for name in (line, other)}
     prompts = list(dict.fromkeys(row.prompt for row in found[line] + found[other]))
-    return statistics.difference(*(by_prompt(found[name], prompts, figure) for name in (line, other)))
+    return interval(statistics.difference, np.subtract, *(by_prompt(found[name], prompts, figure) for name in (line, other)))
 
 
 # ---- tables
@@ -153,19 +153,27 @@ def markdown(cells: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
 
 
-def table(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Rows of cells: a header, then one line per method; a group of columns per budget, the full cache's figures in the first."""
+def table(summaries: Sequence[Summary], marks: Marks | None = None) -> list[list[str]]:
+    """Rows of cells: a header, then one line per method; a group of columns per budget, the full cache's figures in the first.
+
+    marks  (line, budget) -> what may be claimed of that line, the last column of each group; without it there is none
+    """
     budgets = sorted({s.budget for s in summaries if s.line != FULL}, reverse=True) or [1.0]
     found = {(s.line, s.budget): s for s in summaries}
     spans = any(s.span_kept is not None for s in summaries)
-    figures = ["accuracy", "NLL", "of full", *(["span"] if spans else []), "free"]
+    figures = ["accuracy", "NLL", "of full", *(["span"] if spans else []), "free", *(["claim"] if marks else [])]
     header = ["method"] + [f"{show_budget(b)} {name}" for b in budgets for name in figures] + ["extra time"]
     lines = []
     for line in dict.fromkeys(s.line for s in summaries):
         own = [s for s in summaries if s.line == line]
         shown = [own[0] if line == FULL and i == 0 else found.get((line, b)) for i, b in enumerate(budgets)]
-        lines.append([name_of(own[0]), *(cell for s in shown for cell in figures_of(s, spans)), show_extra(own)])
+        cells = [cell for b, s in zip(budgets, shown, strict=True) for cell in [*figures_of(s, spans), *marked(marks, line, b)]]
+        lines.append([name_of(own[0]), *cells, show_extra(own)])
     return [header, *lines]
+
+
+def marked(marks: Marks | None, line: str, budget: float) -> list[str]:
+    return [marks.get((line, budget), "")] if marks else []
 
 
 def gaps(rows: Sequence[Row], line: str, others: Sequence[str]) -> list[list[str]]:
@@ -230,11 +238,13 @@ def protocol(rows: Sequence[Row]) -> str:
     first, prompts = rows[0], {row.prompt for row in rows}
     sizes = [row.num_tokens for row in rows]
     question = "with" if first.question_in_prefix else "without"
+    few = len(prompts) < statistics.FEWEST
+    bounds = f"no intervals: {statistics.too_few(len(prompts))}" if few else "95% intervals by paired bootstrap"
     return (
         f"{len(prompts)} prompts ({', '.join(dict.fromkeys(row.kind for row in rows))}; {first.split}), "
         f"contexts of {min(sizes)} to {max(sizes)} tokens compressed {first.prefill} {question} the question; "
         f"first {first.num_sinks} and last {first.num_recent} tokens always kept; "
-        f"{first.model} in {first.dtype}; teacher-forced answers; 95% intervals by paired bootstrap"
+        f"{first.model} in {first.dtype}; teacher-forced answers; {bounds}"
     )
 
 

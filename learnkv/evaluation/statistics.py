@@ -10,6 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 BLOCK_ELEMENTS = 1 << 22  # resampled values held at once: 32 MiB
+ROUNDING = 1e-9  # differences of means this near each other are equal
+FEWEST = 10  # prompts under an interval: of fewer, resamples are too alike to say how far off their mean may be
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,46 @@ def difference(values: ArrayLike, other: ArrayLike, *, level: float = 0.95, resa
     return bootstrap(np.subtract, *paired(values, other), level=level, resamples=resamples, seed=seed)
 
 
+@dataclass(frozen=True)
+class Tested:
+    """A paired difference and how likely resamples contradict it.
+
+    gain        mean(values) - mean(other) with its interval
+    p           that there is no difference, two-sided
+    p_margin    that `values` lie more than the margin below: twice the one-sided share, so that it is below 0.05 where the 95%
+                interval lies above -margin
+    """
+
+    gain: Interval
+    p: float
+    p_margin: float
+
+
+def tested(values: ArrayLike, other: ArrayLike, *, margin: float = 0.0, resamples: int = 5000, seed: int = 0) -> Tested:
+    """`difference` at 95%, with the p-values of the same resamples; the least that can be is 2 / (resamples + 1)."""
+    sides = paired(values, other)
+    drawn = draws(np.subtract, *sides, resamples=resamples, seed=seed)
+    below, above = int(np.sum(drawn <= 0)), int(np.sum(drawn >= 0))
+    return Tested(
+        interval_of(np.subtract, sides, drawn, 0.95),
+        twice(min(below, above), resamples),
+        twice(int(np.sum(drawn < -margin - ROUNDING)), resamples),
+    )
+
+
+def twice(count: int, resamples: int) -> float:
+    """A p-value from how many resamples lie on the wrong side; the sample itself counts as one of them, so it is never 0."""
+    return min(1.0, float(2 * (1 + count) / (1 + resamples)))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values corrected for there being several (S. Holm, 1979): below 0.05 all together err in at most 1 of 20 families."""
+    adjusted, least = [0.0] * len(p), 0.0
+    for rank, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        least = adjusted[i] = max(least, min(1.0, (len(p) - rank) * p[i]))
+    return adjusted
+
+
 def ratio(values: ArrayLike, full: ArrayLike, *, level: float = 0.95, resamples: int = 5000, seed: int = 0) -> Interval:
     """mean(values) / mean(full), paired over prompts: the share of the full cache's accuracy that a method keeps.
 
@@ -52,19 +94,28 @@ def divide(above: Array, below: Array) -> Array:
 
 
 def bootstrap(statistic: Callable[..., Array], *sides: Array, level: float, resamples: int, seed: int) -> Interval:
-    """Percentile interval of statistic(mean of each side), the sides [runs, prompts].
+    """Percentile interval of statistic(mean of each side), the sides [runs, prompts]."""
+    return interval_of(statistic, sides, draws(statistic, *sides, resamples=resamples, seed=seed), level)
+
+
+def interval_of(statistic: Callable[..., Array], sides: Sequence[Array], drawn: Array, level: float) -> Interval:
+    """statistic(mean of each side) between the bounds that `level` of its resamples `drawn` [n] lie in."""
+    if not 0 < level < 1:
+        raise ValueError(f"level={level} is the share of resamples inside the interval; give a number between 0 and 1")
+    low, high = np.nanquantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    value = statistic(*(side.mean(keepdims=True) for side in sides)).item()
+    return Interval(value, float(low), float(high))
+
+
+def draws(statistic: Callable[..., Array], *sides: Array, resamples: int, seed: int) -> Array:
+    """[resamples] of statistic(mean of each side), the sides [runs, prompts].
 
     A resample draws prompts once for all sides (the pairing) and the runs of each side on their own.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level={level} is the share of resamples inside the interval; give a number between 0 and 1")
     if resamples < 1:
         raise ValueError(f"resamples={resamples} counts bootstrap draws; give 1 or more")
     rng = np.random.default_rng(seed)
-    draws = np.concatenate([statistic(*means) for means in resample(sides, resamples, rng)])
-    low, high = np.nanquantile(draws, [(1 - level) / 2, (1 + level) / 2])
-    value = statistic(*(side.mean(keepdims=True) for side in sides)).item()
-    return Interval(value, float(low), float(high))
+    return np.concatenate([statistic(*means) for means in resample(sides, resamples, rng)])
 
 
 def resample(sides: Sequence[Array], count: int, rng: np.random.Generator) -> Iterator[list[Array]]:
@@ -92,11 +143,18 @@ def paired(values: ArrayLike, other: ArrayLike) -> tuple[Array, Array]:
 
 
 def checked(name: str, values: ArrayLike) -> Array:
-    """values as [runs, prompts] float64: finite, at least two prompts."""
+    """values as [runs, prompts] float64: finite, FEWEST prompts or more."""
     array = np.atleast_2d(np.asarray(values, dtype=np.float64))
-    if array.ndim != 2 or array.shape[0] < 1 or array.shape[1] < 2:
-        raise ValueError(f"{name}: an interval needs at least 2 prompts, as [prompts] or [runs, prompts]; got shape {np.shape(values)}")
+    if array.ndim != 2 or array.shape[0] < 1:
+        raise ValueError(f"{name}: figures come as [prompts] or [runs, prompts]; got shape {np.shape(values)}")
+    if array.shape[1] < FEWEST:
+        raise ValueError(f"{name}: {too_few(array.shape[1])}")
     bad = int((~np.isfinite(array)).sum())
     if bad:
         raise ValueError(f"{name}: {bad} of {array.size} figures are NaN or infinite; no comparison can stand on them, find their rows")
     return array
+
+
+def too_few(prompts: int) -> str:
+    """Why there is no interval."""
+    return f"{prompts} prompt{'s' * (prompts != 1)}, fewer than the {FEWEST} that an interval needs"

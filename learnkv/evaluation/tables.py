@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from learnkv.evaluation import report, trained
+from learnkv.evaluation import claims, report, trained
+from learnkv.evaluation.claims import Claims, Primary
 from learnkv.evaluation.report import FULL
 from learnkv.evaluation.rows import Row
+from learnkv.evaluation.statistics import FEWEST, too_few
 from learnkv.evaluation.trained import Lines, Verdict
 
 
@@ -20,23 +22,64 @@ class Table:
     printed: bool = True
 
 
-def tables(rows: Sequence[Row], groups: Mapping[str, Sequence[str]], gates: Lines, verdicts: Sequence[Verdict]) -> Iterator[Table]:
-    """The methods on all prompts and on each group of kinds, what gates cost, their seeds and twins; for the file all in short, kinds and
-    differences."""
+def tables(
+    rows: Sequence[Row], groups: Mapping[str, Sequence[str]], gates: Lines, verdicts: Sequence[Verdict], primary: Primary | None = None
+) -> Iterator[Table]:
+    """The methods on all prompts and on each group of kinds, what gates cost, their seeds and twins; for the file claims, all in
+    short, kinds and differences.  A declared endpoint comes first."""
+    primary = primary or Primary()
     parts = parts_of(rows, groups)
     found = {title: report.summarise(part) for title, part in parts.items()}
+    claimed = claims_of_parts(rows, groups, parts, primary)
+    if primary.methods:
+        yield endpoint(rows, groups, primary)
     for title, summaries in found.items():
-        yield Table(title, report.table(summaries))
+        yield Table(counted(title, parts[title]), report.table(summaries, claims.marks(claimed[title]) if title in claimed else None))
     if gates:
         yield Table("costs", trained.costs(next(iter(found.values())), gates))
         yield from of_gates(rows, verdicts)
+    for title, of_part in claimed.items():
+        yield Table(f"claims, {title}", claims.table(of_part), printed=False)
     of_groups = {title.split(":")[0]: summaries for title, summaries in list(found.items())[1:]}
     if of_groups:
         yield Table("in short: accuracy / NLL, share of the full cache's accuracy", trained.brief(of_groups, gates), printed=False)
     kinds = list(dict.fromkeys(row.kind for row in rows))
     for kind in kinds if len(kinds) > 1 else []:
-        yield Table(kind, report.table(report.summarise(rows, kind=kind)), printed=False)
+        own = [row for row in rows if row.kind == kind]
+        yield Table(counted(kind, own), report.table(report.summarise(own)), printed=False)
     yield from against(parts, gates)
+
+
+def claims_of_parts(
+    rows: Sequence[Row], groups: Mapping[str, Sequence[str]], parts: Mapping[str, Sequence[Row]], primary: Primary
+) -> dict[str, Claims]:
+    """Title -> what may be claimed on these prompts, where they are enough; the declared endpoint is not corrected where it stands."""
+    declared = part_of(rows, groups, primary.group) if primary.metric == "accuracy" else []
+    spared = [(line, primary.budget) for line in primary.methods]
+    enough = {title: part for title, part in parts.items() if count(part) >= FEWEST}
+    return {title: claims.claims_of(part, uncorrected=spared if part == declared else ()) for title, part in enough.items()}
+
+
+def endpoint(rows: Sequence[Row], groups: Mapping[str, Sequence[str]], primary: Primary) -> Table:
+    """The declared endpoint: the one table whose p-values are not corrected."""
+    cells = [(line, primary.budget) for line in primary.methods]
+    found = claims.claims_of(part_of(rows, groups, primary.group), metric=primary.metric, uncorrected=cells)
+    where = primary.group or "all prompts"
+    return Table(f"primary endpoint: {primary.metric}, {report.show_budget(primary.budget)}, {where}", claims.table(found, cells))
+
+
+def part_of(rows: Sequence[Row], groups: Mapping[str, Sequence[str]], group: str) -> list[Row]:
+    """The rows of a group of kinds, all of them for ""."""
+    return [row for row in rows if not group or row.kind in groups[group]]
+
+
+def count(rows: Sequence[Row]) -> int:
+    return len({row.prompt for row in rows})
+
+
+def counted(title: str, rows: Sequence[Row]) -> str:
+    """The title, and why its figures have no intervals where they have none."""
+    return title if count(rows) >= FEWEST else f"{title} (no intervals: {too_few(count(rows))})"
 
 
 def parts_of(rows: Sequence[Row], groups: Mapping[str, Sequence[str]]) -> dict[str, Sequence[Row]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,7 @@ class Verdict:
 def verdicts(rows: Sequence[Row], gates: Lines) -> list[Verdict]:
     """Every line of gates trained on real targets beside each twin of its method, paired over prompts, over all budgets.
 
-    reproduced  the interval of the NLL's difference lies below 0; None where no twin is among the rows
+    reproduced  the interval of the NLL's difference lies below 0; None where there is none, for want of a twin or of prompts
     """
     lines = report.by_line(rows)
     method = {line: own[0].method for line, own in lines.items()}
@@ -166,24 +167,29 @@ def verdicts(rows: Sequence[Row], gates: Lines) -> list[Verdict]:
 
 def beside(rows: Sequence[Row], line: str, twin: str) -> Verdict:
     accuracy, nll = (report.difference(rows, line, twin, figure=name) for name in ("accuracy", "nll"))
-    return Verdict(line, twin, nll.high < 0, (report.show(accuracy), report.show(nll)))
+    return Verdict(line, twin, None if math.isnan(nll.high) else nll.high < 0, (report.show(accuracy), report.show(nll)))
 
 
-WORDS = {True: "reproduced", False: "not reproduced", None: "no twin"}
+def word(found: Verdict) -> str:
+    """What follows from the differences, in the words that `said` explains."""
+    if found.reproduced is None:
+        return "too few prompts" if found.twin else "no twin"
+    return "reproduced" if found.reproduced else "not reproduced"
 
 
 def twins(found: Sequence[Verdict]) -> list[list[str]]:
     """Rows of cells: the differences and what follows from them."""
     header = ["method minus its twin trained on shuffled targets", "twin", "accuracy, all budgets", "NLL, all budgets", ""]
-    return [header, *([v.line, v.twin, *v.cells, WORDS[v.reproduced]] for v in found)]
+    return [header, *([v.line, v.twin, *v.cells, word(v)] for v in found)]
 
 
 def said(found: Sequence[Verdict]) -> list[str]:
-    """One line each: what beats its twin, what does not, what has none."""
-    names = {word: ", ".join(dict.fromkeys(v.line for v in found if WORDS[v.reproduced] == word)) for word in WORDS.values()}
+    """One line each: what beats its twin, what does not, what cannot be said, what has none."""
     notes = {
         "reproduced": "better than their twins trained on shuffled targets",
         "not reproduced": "not reproduced (no better than their twins)",
+        "too few prompts": "too few prompts to tell from their twins",
         "no twin": "without a twin here",
     }
-    return [f"{notes[word]}: {lines}" for word, lines in names.items() if lines]
+    names = {key: ", ".join(dict.fromkeys(v.line for v in found if word(v) == key)) for key in notes}
+    return [f"{notes[key]}: {lines}" for key, lines in names.items() if lines]

@@ -9,6 +9,7 @@ from random import Random
 from typing import TextIO
 
 from learnkv.names import unknown
+from learnkv.prompts.failures import SAME_TEXT
 from learnkv.prompts.haystack import SPLITS, Split
 from learnkv.prompts.kinds import KINDS, Build
 from learnkv.prompts.prompt import Prompt, Question, Tokenizer, encode
@@ -39,7 +40,8 @@ def seeded(kinds: list[str], split: Split, count: int, num_tokens: int, seed: in
     for kind in kinds:
         if kind not in KINDS:
             raise unknown("prompt kind", kind, KINDS)
-    return [(KINDS[kind], f"{seed} {split} {kind} {i} {num_tokens}") for i in range(count) for kind in [kinds[i % len(kinds)]]]
+    turns = [kinds[i % len(kinds)] for i in range(count)]
+    return [(KINDS[kind], f"{seed} {split} {SAME_TEXT.get(kind, kind)} {i} {num_tokens}") for i, kind in enumerate(turns)]
 
 
 def sized(build: Build, seed: str, split: Split, num_tokens: int, tokenizer: Tokenizer) -> Prompt:

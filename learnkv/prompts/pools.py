@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from random import Random
-from string import ascii_lowercase, digits
+from string import ascii_lowercase, ascii_uppercase, digits
+from uuid import UUID
 
 from learnkv.prompts.haystack import Split, split_of, words
 
@@ -45,6 +46,13 @@ def number(low: int, high: int) -> Pool:
 def identifier(length: int) -> Pool:
     """Random lower-case letters and digits."""
     return until_in_split(lambda rng: "".join(rng.choices(ascii_lowercase + digits, k=length)))
+
+
+uuid = until_in_split(lambda rng: str(UUID(int=rng.getrandbits(128), version=4)))
+serial = until_in_split(
+    lambda rng: "-".join(["".join(rng.choices(ascii_uppercase, k=2)), "".join(rng.choices(digits, k=4)), rng.choice(ascii_uppercase)])
+)
+digest = until_in_split(lambda rng: f"{rng.getrandbits(64):016x}")
 
 
 @cache

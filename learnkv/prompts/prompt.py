@@ -34,6 +34,7 @@ class Prompt:
     kind   the generator's name
     split  the side its text, keys and values were drawn from
     chat   whether it goes through the model's chat template
+    pins   characters [start, stop) of the context that no method may evict
     """
 
     kind: str
@@ -41,11 +42,15 @@ class Prompt:
     context: str
     questions: tuple[Question, ...]
     chat: bool = True
+    pins: tuple[tuple[int, int], ...] = ()
 
     @property
     def id(self) -> str:
         """16 hex digits of the content: equal prompts have equal ids on every machine."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        content = asdict(self)
+        if not self.pins:
+            del content["pins"]  # prompts without pins had their ids before there were any
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,14 @@ class Encoded:
 
     context, question, answer  [n] int64
     span                       token range of the context that holds the answer, or None
+    pins                       token ranges of the context that no method may evict
     """
 
     context: Tensor
     question: Tensor
     answer: Tensor
     span: tuple[int, int] | None
+    pins: tuple[tuple[int, int], ...] = ()
 
 
 class Tokenizer(Protocol):
@@ -94,8 +101,8 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, question: Question) -> Encoded:
     ids = [torch.tensor(context["input_ids"], dtype=torch.long)]
     for part in (text[cut:], question.answer):
         ids.append(torch.tensor(tokenizer(part, add_special_tokens=False, return_offsets_mapping=False)["input_ids"], dtype=torch.long))
-    span = token_span(context["offset_mapping"], question.span, begin)
-    return Encoded(ids[0], ids[1], ids[2], span)
+    span, *pins = (token_span(context["offset_mapping"], part, begin) for part in (question.span, *prompt.pins))
+    return Encoded(ids[0], ids[1], ids[2], span, tuple(pin for pin in pins if pin))
 
 
 def asked_inside(e: Encoded) -> Encoded:

@@ -524,6 +524,7 @@ class SharedPrefill(EvictionCache):
         """The caches, each with what this one knows and they lack."""
         for cache, policy in zip(self.caches, self.policies, strict=True):
             cache.num_seen, cache.next_rope, cache.frozen = self.num_seen, self.next_rope, True
+            cache.pins = list(self.pins)
             seat = None if policy is None else self.seats[self.seat_of(policy)]
             for mine, shared in zip(cache.states, self.states, strict=True):
                 mine.columns = shared.columns
@@ -545,16 +546,25 @@ def last_queries(state: LayerState, seat: Seat | None) -> Tensor:
 
 @torch.no_grad()
 def prefill_many(
-    model: PreTrainedModel, input_ids: Tensor, policies: Sequence[Policy | None], attention_mask: Tensor | None = None
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    policies: Sequence[Policy | None],
+    attention_mask: Tensor | None = None,
+    pins: Sequence[tuple[int, int]] = (),
 ) -> list[EvictionCache]:
     """One full-cache prefill of input_ids [B, T], and a cache per policy that holds what it keeps, as its own prefill would have kept.
 
     Equal scorers remember, probe and score once; None keeps everything.  The caches are frozen: question and answer can
     follow and nothing more is evicted; `cache.frozen = False` lets a policy go on.  Call it inside `attach(model)`.
+
+    pins  (start, stop) of tokens that stay in every row, above a budget that does not hold them
     """
     if not policies:
         raise ValueError("prefill_many got no policies; give at least one")
     shared = SharedPrefill(policies, model)
+    for row in range(len(input_ids)):
+        for start, stop in pins:
+            shared.pin(row, start, stop)
     decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, cache=shared, use_cache=True)
     return shared.hand_out()
 
