@@ -15,16 +15,18 @@ from torch import Tensor
 class Question:
     """What is asked after the context.
 
-    text    the question, in the user's turn
-    prefix  how the assistant's answer begins; generation goes on from here
-    answer  what follows the prefix; matched exactly
-    span    characters [start, stop) of the context that hold the answer, or None
+    text        the question, in the user's turn
+    prefix      how the assistant's answer begins; generation goes on from here
+    answer      what follows the prefix; matched exactly
+    span        characters [start, stop) of the context that hold the answer, or None
+    references  texts that a task's metric judges a generated answer by; none where the answer says it all
     """
 
     text: str
     prefix: str
     answer: str
     span: tuple[int, int] | None = None
+    references: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,11 @@ class Prompt:
     @property
     def id(self) -> str:
         """16 hex digits of the content: equal prompts have equal ids on every machine."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        content = asdict(self)
+        for question in content["questions"]:
+            if not question["references"]:  # traces and rows know prompts by ids from before there were any
+                del question["references"]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
