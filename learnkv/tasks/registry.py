@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from learnkv.names import unknown
+from learnkv.tasks.needle import NEEDLE
+from learnkv.tasks.passages import PASSAGES
 from learnkv.tasks.ruler import RULER
 from learnkv.tasks.task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in (*RULER,)}
+TASKS: dict[str, Task] = {task.name: task for task in (*RULER, NEEDLE, *PASSAGES)}
 
 
 def named(name: str) -> Task:

@@ -198,18 +198,26 @@ def hotpotqa() -> Library:
 
 @dataclass(frozen=True)
 class HotpotQuestion:
-    """A question of HotpotQA: `kind` is bridge or comparison, each document its title and text."""
+    """A question of HotpotQA: `kind` is bridge or comparison; its documents, each a title and text, and which of them tell the answer."""
 
     question: str
     answer: str
     kind: str
     documents: tuple[str, ...]
+    telling: tuple[str, ...]
+
+    @property
+    def distracting(self) -> list[str]:
+        return [document for document in self.documents if document not in self.telling]
 
 
 @cache
 def hotpotqa_rows() -> list[HotpotQuestion]:
     data = json.loads((folder() / "json" / "hotpotqa.json").read_text(encoding="utf-8"))
-    return [
-        HotpotQuestion(row["question"], row["answer"], row["type"], tuple(f"{title}\n{''.join(parts)}" for title, parts in row["context"]))
-        for row in data
-    ]
+    return [hotpot_question(row) for row in data]
+
+
+def hotpot_question(row: dict) -> HotpotQuestion:
+    titled = {title: f"{title}\n{''.join(parts)}" for title, parts in row["context"]}
+    telling = dict.fromkeys(titled[title] for title, _ in row["supporting_facts"])
+    return HotpotQuestion(row["question"], row["answer"], row["type"], tuple(titled.values()), tuple(telling))

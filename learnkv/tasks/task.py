@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from learnkv.counts import check_count
@@ -47,8 +47,11 @@ class Size:
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> int:
     """Tokens before the generation: context and question, chat template included; of the longest question where there are several."""
-    encoded = [encode(tokenizer, prompt, question) for question in prompt.questions]
-    return max(len(e.context) + len(e.question) for e in encoded)
+    first, *others = prompt.questions
+    encoded = encode(tokenizer, prompt, first)
+    short = replace(prompt, context=prompt.context[:100])  # what follows the context is the same tokens after any
+    asked = [len(encoded.question), *(len(encode(tokenizer, short, question).question) for question in others)]
+    return len(encoded.context) + max(asked)
 
 
 Make = Callable[[Size, int], Iterator[Prompt]]
