@@ -21,7 +21,7 @@ def stand_in() -> None:
     vars(nltk)["tokenize"] = tokenize
     vars(tokenize)["sent_tokenize"] = sentences
     vars(tenacity)["retry"] = lambda *args, **kwargs: lambda function: function
-    vars(tenacity).update({name: lambda *args: None for name in ("stop_after_attempt", "wait_fixed", "wait_random")})
+    vars(tenacity).update({name: lambda *args: 0 for name in ("stop_after_attempt", "wait_fixed", "wait_random")})
     sys.modules.update({"nltk": nltk, "nltk.tokenize": tokenize, "tenacity": tenacity})
 
 
@@ -51,5 +51,5 @@ def generate(package: Path, tokenizer: str, out: str, num_tokens: str, count: st
 if __name__ == "__main__":
     package, words, tokenizer, out, num_tokens, count, seed, *names = sys.argv[1:]
     stand_in()
-    sys.path += [package, words, f"{package}/long_context_eval/data/synthetic"]
+    sys.path[:0] = [package, words, f"{package}/long_context_eval/data/synthetic"]
     generate(Path(package), tokenizer, out, num_tokens, count, seed, names)

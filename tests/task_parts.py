@@ -46,7 +46,11 @@ def paragraph(rng: random.Random) -> str:
 def squad_of(rng: random.Random) -> dict:
     def asked(text: str) -> list[dict]:
         words = text.split()
-        known = {"question": f"What did {words[0]} do?", "is_impossible": False, "answers": [{"text": words[1]}, {"text": words[1].upper()}]}
+        known = {
+            "question": f"What did {words[0]} do?",
+            "is_impossible": False,
+            "answers": [{"text": words[1]}, {"text": words[1].upper()}],
+        }
         return [known, {"question": "Why?", "is_impossible": True, "answers": []}]
 
     texts = [[paragraph(rng) for _ in range(15)] for _ in range(4)]

@@ -145,5 +145,7 @@ def test_yes_and_no_are_both_asked_for_and_what_tells_is_there():
 
 def test_no_stand_in_carries_the_name_of_a_benchmark():
     stand_ins = [name for name in TASKS if name.endswith("_synth")]
-    assert stand_ins and not any(word in name for name in stand_ins for word in ("boolq", "squad", "hotpot", "longbench", "ruler", "scbench"))
+    assert stand_ins and not any(
+        word in name for name in stand_ins for word in ("boolq", "squad", "hotpot", "longbench", "ruler", "scbench")
+    )
     assert {name for name, task in TASKS.items() if task.benchmark} & set(stand_ins) == set()

@@ -62,7 +62,7 @@ def rouge_l_of_one(prediction: str, reference: str) -> float:
 
 
 def edit_similarity(prediction: str, references: Sequence[str]) -> float:
-    """Of code: likeness of the first line without a backquote, # or // to the reference, in whole percents as LongBench's package gives it."""
+    """Of code: likeness of the first line without a backquote, # or // to the reference, rounded to percents as LongBench's is."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return max(round(fuzz.ratio(line, reference)) / 100 for reference in references)

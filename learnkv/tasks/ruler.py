@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
 from typing import Literal
@@ -251,7 +251,7 @@ def chain_sample(name: str, rng: Random, numbers: np.random.RandomState, amount:
     """One sample without its example; its noise is repeated `amount` times."""
     variables = variable_names(rng, hops + 1, letters)
     value = str(numbers.randint(10_000, 99_999))
-    lines = [f"VAR {variables[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in zip(variables, variables[1:], strict=False))]
+    lines = [f"VAR {variables[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in pairwise(variables))]
     noise = ruler_data.text("variable_tracking.py", "noise")
     sentences = [noise] * amount
     if amount <= len(lines):

@@ -93,7 +93,9 @@ class Task:
         size = Size(tokenizer, num_tokens, self.max_new_tokens, self.chat)
         made = list(islice(self.make(size, seed), count)) if size.room > 0 else []
         if not made:
-            raise ValueError(f"task {self.name} can't be made of num_tokens={num_tokens}, {self.max_new_tokens} of them generated; give more")
+            raise ValueError(
+                f"task {self.name} can't be made of num_tokens={num_tokens}, {self.max_new_tokens} of them generated; give more"
+            )
         if len(made) < count:
             raise ValueError(f"task {self.name} has {len(made)} prompts of num_tokens={num_tokens}, not count={count}; ask for fewer")
         return made
