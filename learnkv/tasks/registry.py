@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from learnkv.names import unknown
+from learnkv.tasks.longbench import longbench
 from learnkv.tasks.needle import NEEDLE
 from learnkv.tasks.passages import PASSAGES
 from learnkv.tasks.ruler import RULER
 from learnkv.tasks.task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in (*RULER, NEEDLE, *PASSAGES)}
+TASKS: dict[str, Task] = {task.name: task for task in (*RULER, NEEDLE, *PASSAGES, *longbench())}
 
 
 def named(name: str) -> Task:

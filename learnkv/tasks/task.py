@@ -40,9 +40,12 @@ class Size:
         bare = Prompt("bare", SPLIT, "a\n", (Question("b?", "c:", ""),), self.chat)
         return self.num_tokens - self.max_new_tokens - (prompt_tokens(self.tokenizer, bare) - self.of("a\nb? c:"))
 
+    def over(self, prompt: Prompt) -> int:
+        """Tokens that the prompt, as the model gets it, and its generation have too many; below 0 where there is room left."""
+        return prompt_tokens(self.tokenizer, prompt) + self.max_new_tokens - self.num_tokens
+
     def fits(self, prompt: Prompt) -> bool:
-        """Whether each question of the prompt, as the model gets it, leaves room for the generation."""
-        return prompt_tokens(self.tokenizer, prompt) + self.max_new_tokens <= self.num_tokens
+        return self.over(prompt) <= 0
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> int:
