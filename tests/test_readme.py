@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from learnkv import config, methods
+from learnkv.tasks import registry
 from learnkv.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +77,12 @@ def test_the_table_of_methods_is_the_registrys():
     wanted = [(f"`{name}`", *rest) for name, *rest in methods.table()]
     missing = [f"| {' | '.join(row)} |" for row in wanted if row not in rows]
     assert rows == wanted, "README.md's table of methods should hold, in the registry's order:\n" + "\n".join(missing)
+
+
+def test_the_table_of_tasks_is_the_registrys():
+    found = README.partition("<!-- learnkv.tasks.registry.table() -->\n")[2].partition("<!-- end -->")[0]
+    rows = [tuple(cell.strip(" `") for cell in line.strip("|").split("|")) for line in found.splitlines()[2:] if line]
+    assert rows == registry.table()
 
 
 def test_every_figure_names_the_command_that_makes_it():

@@ -15,16 +15,18 @@ from torch import Tensor
 class Question:
     """What is asked after the context.
 
-    text    the question, in the user's turn
-    prefix  how the assistant's answer begins; generation goes on from here
-    answer  what follows the prefix; matched exactly
-    span    characters [start, stop) of the context that hold the answer, or None
+    text        the question, in the user's turn
+    prefix      how the assistant's answer begins; generation goes on from here
+    answer      what follows the prefix; matched exactly
+    span        characters [start, stop) of the context that hold the answer, or None
+    references  texts that a task's metric judges a generated answer by; none where the answer says it all
     """
 
     text: str
     prefix: str
     answer: str
     span: tuple[int, int] | None = None
+    references: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class Prompt:
         content = asdict(self)
         if not self.pins:
             del content["pins"]  # prompts without pins had their ids before there were any
+        for question in content["questions"]:
+            if not question["references"]:  # traces and rows know prompts by ids from before there were any
+                del question["references"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -77,6 +82,8 @@ class Tokenizer(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def encode(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any: ...
 
