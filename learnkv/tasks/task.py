@@ -9,10 +9,11 @@ from itertools import islice
 
 from learnkv.counts import check_count
 from learnkv.prompts import Prompt, Question, encode
+from learnkv.prompts.haystack import Split
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.tasks.metrics import Metric
 
-SPLIT = "heldout"  # a benchmark is never trained on and chooses no setting
+SPLIT: Split = "heldout"  # a benchmark is never trained on and chooses no setting
 
 
 @dataclass(frozen=True)
