@@ -6,13 +6,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Literal
 
 from learnkv.counts import check_count
 from learnkv.prompts import Prompt, Question, encode
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.tasks.metrics import Metric
 
-SPLIT = "heldout"  # a benchmark is never trained on and chooses no setting
+SPLIT: Literal["heldout"] = "heldout"  # a benchmark is never trained on and chooses no setting
 
 
 @dataclass(frozen=True)
