@@ -117,7 +117,7 @@ def test_in_short_a_method_has_its_figures_in_every_group_beside_its_costs():
     header, full, kvp, twin, locret = trained.brief(parts, GATES)
     assert header == ["method", *(f"{g}, {b}" for g in parts for b in ("20%", "10%")), "weights", "training", "extra time of a prefill"]
     assert full[0] == "full cache" and full[1] == full[2] and "%" not in full[1] and full[-3:] == ["", "", ""]
-    assert kvp[0] == "kvp, 2 seeds" and kvp[1].startswith("0.83 / 1.45, 83% [") and kvp[3] == "1.00 / 1.50, 100% [100, 100]"
+    assert kvp[0] == "kvp, 2 seeds" and kvp[1].startswith("0.95 / 2.15, 95% [") and kvp[3] == "1.00 / 2.20, 100% [100, 100]"
     assert kvp[5:] == ["1,000", "2 min", "0.25 s (50%)"] and twin[0] == f"kvp{TWIN}" and locret[6] == ""
 
 

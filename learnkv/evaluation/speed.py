@@ -99,7 +99,8 @@ def beside_kvpress(model: PreTrainedModel, settings: BenchSettings) -> Figure:
     sizes = [str(x) for x in (settings.num_tokens, settings.steps, settings.turns, settings.kept)]
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        command = [settings.kvpress, kvpress_decode.__file__, folder, str(model.dtype).removeprefix("torch."), *sizes]
+        script = shutil.copy(kvpress_decode.__file__, folder)  # in its own folder it would take our inspect.py for Python's
+        command = [settings.kvpress, script, folder, str(model.dtype).removeprefix("torch."), *sizes]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         problem = (done.stderr.strip().splitlines() or ["no word"])[-1]
