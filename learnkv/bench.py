@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from learnkv import config, ops
 from learnkv.evaluation import kernel_speed, pipeline_speed, report, roofline, speed
-from learnkv.evaluation.overhead import overhead
+from learnkv.evaluation.overhead import overhead, refuse_untimed
 from learnkv.evaluation.pipeline_speed import PipelineSettings
 from learnkv.evaluation.speed import BenchSettings, Figure
 from learnkv.evaluation.stream import StreamSettings, perplexities
@@ -71,7 +71,9 @@ def run(command: BenchCommand) -> None:
     if command.part == "kernels":
         kernels(command)
         return
-    gate_config: object = config.build(GATES[command.method].Config, command.gate, "gate")  # a mistake in it should not wait for the model
+    gate_config: object = config.build(GATES[command.method].Config, command.gate, "gate")  # a mistake should not wait for the model
+    if command.part == "overhead":
+        refuse_untimed(command.bench.methods)
     device = device_of(command)
     model, tokenizer = load_model(command.model, DTYPES[command.dtype])
     model.to(device)  # type: ignore[arg-type]

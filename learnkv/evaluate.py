@@ -24,7 +24,7 @@ from learnkv.checkpoint import load_gate
 from learnkv.evaluation import claims, report, trained
 from learnkv.evaluation.claims import Primary
 from learnkv.evaluation.compare import Estimate, EvaluateSettings, Plan, Task, compare, estimate, plan, plan_chosen, work_of
-from learnkv.evaluation.contenders import contenders_of
+from learnkv.evaluation.contenders import contenders_of, entries_of
 from learnkv.evaluation.rows import Row, budget_of, read_rows
 from learnkv.evaluation.statistics import FEWEST, too_few
 from learnkv.evaluation.tables import tables
@@ -52,8 +52,9 @@ class EvaluateCommand:
 
 def run(command: EvaluateCommand) -> None:
     settings = settings_of(command)
+    entries_of(settings.methods)  # a mistake in these should not wait for the model
     for budget in settings.budgets:
-        budget_of(budget)  # a mistake in it should not wait for the model
+        budget_of(budget)
     chosen = development_rows(Path(settings.choose)) if settings.choose else []
     model, tokenizer = load_model(command.model, DTYPES[settings.dtype])
     if not command.prompts:

@@ -127,6 +127,12 @@ def test_bad_input_is_one_line_and_exit_2(argv, says, capsys):
     assert says in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("methods", ["snapvk", "oracle", "kvp:no/folder*"])
+def test_a_mistake_in_the_methods_does_not_wait_for_the_model(methods, monkeypatch):
+    monkeypatch.setattr(bench, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    assert config.main(bench.run, bench.BenchCommand, ["overhead", f"bench.methods=[{methods}]"], words=("part",)) == 2
+
+
 # ---- ops and pipeline
 
 CPU = torch.device("cpu")

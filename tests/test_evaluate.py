@@ -55,6 +55,12 @@ def test_second_run_measures_nothing_again_and_says_the_same(folder, tmp_path, c
     assert tables[0] == tables[1] and "48 accuracy" in tables[0]
 
 
+@pytest.mark.parametrize("methods", ["snapvk", "snapkv:some/folder", "kvp:no/folder*", "snapkv+adaptiv"])
+def test_a_mistake_in_the_methods_does_not_wait_for_the_model(methods, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("learnkv.evaluate.load_model", lambda *_: pytest.fail("the model was loaded"))
+    assert evaluate(folder, tmp_path / "out", f"evaluate.methods=[{methods}]", "budget=0.4") == 2 and not (tmp_path / "out").exists()
+
+
 def test_several_methods_and_budgets_by_the_section(folder, tmp_path, capsys):
     assert evaluate(folder, tmp_path, "evaluate.methods=h2o,tova", "evaluate.budgets=[0.5,30]") == 0
     assert len(read_rows(tmp_path / "rows.jsonl")) == 3 * (1 + 4 * 2)

@@ -70,19 +70,32 @@ def contenders_of(
 
     Raises ValueError with the nearest names for an unknown method, allocator or knob, and for a gate that does not fit the model.
     """
-    names = sorted({"full", "oracle", *METHODS, *GATES})
-    entries = [parse_entry(text, names) for text in texts]
+    entries = entries_of(texts)
     named = {entry.name for entry in entries}
     entries = [Entry(name) for name in always if name not in named] + entries
     return [c for entry in dict.fromkeys(entries) for c in open_entry(entry, model, tokenizer, num_sinks, num_recent)]
+
+
+def entries_of(texts: Sequence[str]) -> list[Entry]:
+    """What the texts name, with no model at hand: a mistake should not wait for one.
+
+    Raises ValueError with the nearest names for an unknown method or allocator, and for a gate's folder that is not there.
+    """
+    names = sorted({"full", "oracle", *METHODS, *GATES})
+    entries = [parse_entry(text, names) for text in texts]
+    for entry in entries:
+        if entry.path and entry.name not in GATES:
+            raise ValueError(
+                f"method {entry}: {entry.name} has no weights, so it takes no folder; with weights: {', '.join(sorted(GATES))}"
+            )
+        entry.folders()
+    return entries
 
 
 def open_entry(entry: Entry, model: PreTrainedModel, tokenizer: Tokenizer, num_sinks: int, num_recent: int) -> list[Contender]:
     """One contender, or one per training run."""
     if entry.name in GATES:
         return open_gates(entry, model, num_sinks, num_recent)
-    if entry.path:
-        raise ValueError(f"method {entry}: {entry.name} has no weights, so it takes no folder; with weights: {', '.join(sorted(GATES))}")
     if entry.name in ("full", "oracle"):
         return [control(entry, num_sinks, num_recent)]
     policy = heuristic(entry, model, tokenizer, num_sinks, num_recent)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
 
 from learnkv.budgets import Ratio
-from learnkv.evaluation.contenders import Contender, contenders_of
+from learnkv.evaluation.contenders import Contender, contenders_of, entries_of
 from learnkv.evaluation.speed import BenchSettings, Figure, in_turns, prefill, tokens_of
 from learnkv.geometry import max_positions
 from learnkv.models import PreTrainedModel
@@ -21,7 +21,8 @@ BOUNDS = {"lookaheadkv": "at most 1.10 x", "kvp": "at most 1.05 x", "fast_kvzip"
 
 def overhead(model: PreTrainedModel, tokenizer: Tokenizer, settings: BenchSettings) -> Iterator[Figure]:
     """A prefill into transformers' DynamicCache, then each method's, with its scoring, extra passes and eviction."""
-    contenders = evicting(model, tokenizer, settings)
+    refuse_untimed(settings.methods)
+    contenders = contenders_of(settings.methods, model, tokenizer, always=())
     refuse_beyond(model, settings.overhead_tokens)
     ids = tokens_of(model, 1, settings.overhead_tokens)
     runs: dict[str, Callable[[], object]] = {"plain": lambda: prefill(model, ids, None)}
@@ -46,15 +47,14 @@ def refuse_beyond(model: PreTrainedModel, num_tokens: int) -> None:
         raise ValueError(f"bench.overhead_tokens={num_tokens} is above the model's {max_positions(model)} positions; give fewer")
 
 
-def evicting(model: PreTrainedModel, tokenizer: Tokenizer, settings: BenchSettings) -> list[Contender]:
-    """The methods that were named."""
-    contenders = contenders_of(settings.methods, model, tokenizer, always=())
-    if not contenders:
+def refuse_untimed(methods: Sequence[str]) -> None:
+    """Raises a ValueError for methods that cannot be timed; asks for no model."""
+    entries = entries_of(methods)
+    if not entries:
         raise ValueError("bench.methods is empty, so there is nothing to time; name methods as in evaluate.methods")
-    for contender in contenders:
-        if contender.scorer in ("full", "oracle"):
-            raise ValueError(f"bench.methods names {contender.scorer}, which {WHY[contender.scorer]}; leave it out")
-    return contenders
+    for entry in entries:
+        if entry.name in WHY:
+            raise ValueError(f"bench.methods names {entry.name}, which {WHY[entry.name]}; leave it out")
 
 
 WHY = {"full": "evicts nothing", "oracle": "knows what is asked afterwards, and here nothing is"}
