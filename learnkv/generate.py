@@ -21,7 +21,7 @@ from torch import Tensor
 from learnkv import config
 from learnkv.budgets import resolve
 from learnkv.checkpoint import load_gate
-from learnkv.evaluation.contenders import contenders_of
+from learnkv.evaluation.contenders import contenders_of, entries_of
 from learnkv.evaluation.rows import budget_of
 from learnkv.geometry import max_positions
 from learnkv.models import DTYPES, PreTrainedModel, PreTrainedTokenizerBase, load_model
@@ -66,7 +66,9 @@ class GenerateCommand:
 
 
 def run(command: GenerateCommand) -> None:
-    budget_of(command.budget)  # a mistake in it should not wait for the model
+    budget_of(command.budget)  # a mistake in these should not wait for the model
+    if not command.gate:
+        entries_of([command.method])
     own = None if command.demonstrates else own_prompt(command)
     model, tokenizer = load_model(command.model, DTYPES[command.dtype])
     policy = policy_of(command, model, tokenizer)

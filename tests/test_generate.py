@@ -119,6 +119,12 @@ def test_what_cannot_work_is_refused_in_one_line(ask, arguments, message):
     assert message in error
 
 
+def test_a_mistake_in_the_method_does_not_wait_for_the_model(monkeypatch, capsys):
+    monkeypatch.setattr(generate, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    assert config.main(generate.run, generate.GenerateCommand, [f"prompt={CONTEXT}", "method=snapvk"]) == 2
+    assert "nearest: snapkv" in capsys.readouterr().err
+
+
 def test_a_gate_that_is_not_shipped_here_is_said_to_be_looked_for_in_the_working_folder(ask, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, _, error = ask(f"prompt={CONTEXT}", "method=kvp")
