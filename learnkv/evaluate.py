@@ -4,6 +4,7 @@ python -m learnkv.evaluate recipe=compare                                   the 
 python -m learnkv.evaluate recipe=compare estimate=true                     measures one prompt, says the hours
 python -m learnkv.evaluate method=snapkv budget=0.1                         one method; below 1 a fraction of the context, else tokens
 python -m learnkv.evaluate gate=checkpoints/runs/kvp prompts=mine.jsonl     your gate on your prompts
+python -m learnkv.evaluate 'evaluate.tasks=[niah_single_2,qa_1]' 'evaluate.kinds=[]' evaluate.count=20    tasks, with generated answers
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from learnkv import config, prompts
+from learnkv import config, prompts, tasks
 from learnkv.budgets import Ratio
 from learnkv.checkpoint import load_gate
 from learnkv.evaluation import claims, report, trained
 from learnkv.evaluation.claims import Primary
-from learnkv.evaluation.compare import Estimate, EvaluateSettings, Plan, Task, compare, estimate, plan, plan_chosen, work_of
+from learnkv.evaluation.compare import Estimate, EvaluateSettings, Plan, Work, compare, estimate, plan, plan_chosen, work_of
 from learnkv.evaluation.contenders import contenders_of, entries_of
 from learnkv.evaluation.rows import Row, budget_of, read_rows
 from learnkv.evaluation.statistics import FEWEST, too_few
@@ -65,14 +66,19 @@ def run(command: EvaluateCommand) -> None:
     settings = replace(settings, primary=primary_of(command, settings, plans, asked))
     rows_file = Path(settings.out) / ROWS
     print(f"model: {command.model}, {settings.dtype}")
-    print(f"prompts: {len(asked)} with {sum(len(p.questions) for p in asked)} questions, {len({p.kind for p in asked})} kinds")
+    print(
+        f"prompts: {len(asked)} with {sum(len(p.questions) for p in asked)} questions, {len({topic_of(p) for p in asked})} kinds or tasks"
+    )
     print(f"rows of each: {len(plans)}: {', '.join(dict.fromkeys(p.contender.line for p in plans))}", flush=True)
     if command.estimate:
         tell(estimate(model, tokenizer, asked, plans, path=rows_file, question=settings.question))
         return
     print(f"rows go to {rows_file}; a stopped run goes on from there", flush=True)
-    rows = compare(model, tokenizer, asked, plans, path=rows_file, question=settings.question, progress=watched)
-    show(rows, settings, gates_of(plans), {prompt.id for prompt in asked if prompt.pins})
+    run_on = partial(compare, model, tokenizer, path=rows_file, question=settings.question, progress=watched)
+    low = below_floor(run_on(asked, [each for each in plans if each.contender.scorer == "full"]), settings.floor) if settings.floor else {}
+    asked = within_reach(asked, low, settings.floor)
+    rows = run_on(asked, plans)
+    show(rows, settings, gates_of(plans), {prompt.id for prompt in asked if prompt.pins}, low)
     shipped = "" if command.model == EvaluateCommand.model else " method=snapkv"  # the shipped gate is the bundled model's
     gate = f" gate={command.gate}" if command.gate else shipped
     print(f"next: python -m learnkv.generate model={command.model}{gate} compare=true")
@@ -84,18 +90,39 @@ def tell(found: Estimate) -> None:
     print("next: the same without estimate=true")
 
 
-def watched(tasks: list[Task]) -> Iterator[Task]:
+def watched(works: list[Work]) -> Iterator[Work]:
     """The prompts under a bar.  Once the second is done, and at each doubling, a line says how long the others will take: the first is left
     out, on which every method is timed."""
-    work = [work_of(task) for task in tasks]
+    work = [work_of(each) for each in works]
     began = time.monotonic()
-    for done, task in enumerate(tqdm(tasks, desc="prompts", unit="prompt", file=sys.stderr)):
+    for done, each in enumerate(tqdm(works, desc="prompts", unit="prompt", file=sys.stderr)):
         if done == 1:
             began = time.monotonic()
         if done > 1 and done.bit_count() == 1:
             left = (time.monotonic() - began) / sum(work[1:done]) * sum(work[done:])
-            tqdm.write(f"{done} of {len(tasks)} prompts done, about {duration(left)} left on this machine", file=sys.stderr)
-        yield task
+            tqdm.write(f"{done} of {len(works)} prompts done, about {duration(left)} left on this machine", file=sys.stderr)
+        yield each
+
+
+def below_floor(rows: Sequence[Row], floor: float) -> dict[str, float]:
+    """Kind or task -> mean score of the full cache, where that is below the floor."""
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row.topic, []).append(row.accuracy)
+    means = {topic: sum(found) / len(found) for topic, found in scores.items()}
+    return {topic: mean for topic, mean in means.items() if mean < floor}
+
+
+def within_reach(asked: Sequence[Prompt], low: Mapping[str, float], floor: float) -> list[Prompt]:
+    """The prompts of what the full cache can do.  Raises ValueError where that is nothing."""
+    left = [prompt for prompt in asked if topic_of(prompt) not in low]
+    if not left:
+        raise ValueError(f"the full cache reaches evaluate.floor={floor:g} in none of {', '.join(low)}; lower it, or take an abler model")
+    return left
+
+
+def topic_of(prompt: Prompt) -> str:
+    return prompt.task or prompt.kind
 
 
 def primary_of(command: EvaluateCommand, settings: EvaluateSettings, plans: Sequence[Plan], asked: Sequence[Prompt]) -> Primary:
@@ -113,7 +140,7 @@ def primary_of(command: EvaluateCommand, settings: EvaluateSettings, plans: Sequ
         there = ", ".join(f"{line} at {budget:g}" for line, budget in run)
         raise ValueError(f"evaluate.primary names {missing[0]} at budget {primary.budget:g}, which is not run; run are: {there}")
     group = settings.groups.get(primary.group, [])
-    prompts = sum(not primary.group or prompt.kind in group for prompt in asked)
+    prompts = sum(not primary.group or topic_of(prompt) in group for prompt in asked)
     if primary.methods and prompts < FEWEST:
         raise ValueError(f"evaluate.primary speaks of {too_few(prompts)}; raise evaluate.count")
     return primary
@@ -159,9 +186,19 @@ def prompts_of(command: EvaluateCommand, settings: EvaluateSettings, tokenizer: 
     if command.prompts:
         made = prompts.load_prompts(command.prompts)
     else:
-        make = partial(prompts.make, settings.kinds, split=settings.split, count=settings.count, tokenizer=tokenizer, seed=settings.seed)
-        made = [prompt for size in settings.num_tokens for prompt in make(num_tokens=size)]
+        made = [prompt for size in settings.num_tokens for prompt in generated(settings, size, tokenizer)]
     return [replace(p, questions=p.questions[: settings.questions]) for p in made] if settings.questions else made
+
+
+def generated(settings: EvaluateSettings, size: int, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts of one size: of the kinds, then of each task."""
+    made: list[Prompt] = []
+    if settings.kinds or not settings.tasks:
+        make = partial(prompts.make, settings.kinds, split=settings.split, count=settings.count)
+        made = make(num_tokens=size, tokenizer=tokenizer, seed=settings.seed)
+    for name in settings.tasks:
+        made += tasks.named(name, settings.source).prompts(tokenizer, size, settings.count, settings.seed)
+    return made
 
 
 def plans_of(settings: EvaluateSettings, chosen: Sequence[Row], model: PreTrainedModel, tokenizer: Tokenizer) -> list[Plan]:
@@ -171,12 +208,18 @@ def plans_of(settings: EvaluateSettings, chosen: Sequence[Row], model: PreTraine
     return plans + plan_chosen(chosen, settings.budgets, model, tokenizer, *protected) if settings.choose else plans
 
 
-def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines, pinned: Set[str]) -> None:
+def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines, pinned: Set[str], low: Mapping[str, float]) -> None:
     """Print the tables, write them and the plot to the folder."""
     folder = Path(settings.out)
     verdicts = trained.verdicts(rows, gates) if len({row.prompt for row in rows}) > 1 else []
     made = list(tqdm(tables(rows, settings.groups, gates, verdicts, settings.primary), desc="tables", unit="table", file=sys.stderr))
-    told = [*notes(rows, pinned), *missing_groups(rows, settings.groups), *claimed(rows), *trained.said(verdicts)]
+    told = [
+        *out_of_reach(low, settings.floor),
+        *notes(rows, pinned),
+        *missing_groups(rows, settings.groups),
+        *claimed(rows),
+        *trained.said(verdicts),
+    ]
     print(f"\n{report.protocol(rows)}")
     for table in made:
         if table.printed:
@@ -186,6 +229,13 @@ def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines, pinned: 
     write_atomically(folder / "table.md", lambda to: to.write_text("\n\n".join(parts) + "\n"))
     write_atomically(folder / "plot.png", lambda to: report.plot(report.summarise(rows), to))
     print(f"rows: {folder / ROWS}\ntables, by kind too: {folder / 'table.md'}\nplot: {folder / 'plot.png'}")
+
+
+def out_of_reach(low: Mapping[str, float], floor: float) -> list[str]:
+    """What the model can't do with the full cache, which is in no table."""
+    return [
+        f"left out: {topic}, in which the full cache reaches {mean:.2f}, less than evaluate.floor={floor:g}" for topic, mean in low.items()
+    ]
 
 
 def claimed(rows: Sequence[Row]) -> list[str]:
@@ -198,7 +248,7 @@ def claimed(rows: Sequence[Row]) -> list[str]:
 
 def missing_groups(rows: Sequence[Row], groups: Mapping[str, Sequence[str]]) -> list[str]:
     """The groups of kinds that have no table here."""
-    there = {row.kind for row in rows}
+    there = {row.topic for row in rows}
     return [f"no prompt is of group {name} ({', '.join(kinds)})" for name, kinds in groups.items() if not there & set(kinds)]
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from learnkv import config
 from learnkv.budgets import resolve
 from learnkv.checkpoint import load_gate
 from learnkv.evaluation.contenders import contenders_of, entries_of
+from learnkv.evaluation.judge import greedy
 from learnkv.evaluation.rows import budget_of
 from learnkv.geometry import max_positions
 from learnkv.models import DTYPES, PreTrainedModel, PreTrainedTokenizerBase, load_model
@@ -81,7 +81,7 @@ def run(command: GenerateCommand) -> None:
         for name, held in {"full cache": full, "compressed": cache}.items():
             if command.compare or held is cache:
                 start = time.perf_counter()
-                new = answer(model, held, context, question, command.max_new_tokens)
+                (new,) = greedy(model, held, torch.cat([context, question])[None], command.max_new_tokens)
                 pace = pace_of(time.perf_counter() - start, len(new))
                 print(f"\n{name}: {len(new)} tokens{pace}\n{text_of(tokenizer, new)}", flush=True)
     named = f"gate={command.gate}" if command.gate else f"method={shlex.quote(command.method)}"
@@ -161,14 +161,6 @@ def report(command: GenerateCommand, policy: Policy, context: Tensor, cache: Evi
     spread = "" if lengths.min() == lengths.max() else f" ({lengths.min():.0f} to {lengths.max():.0f})"
     print(f"kept: {lengths.mean():.1f} of {len(context)} tokens per KV head{spread}")
     print(f"bytes held: {full.nbytes():,} before, {cache.nbytes():,} after ({cache.nbytes() / full.nbytes():.1%})", flush=True)
-
-
-def answer(model: PreTrainedModel, cache: EvictionCache, context: Tensor, question: Tensor, max_new_tokens: int) -> Tensor:
-    """[new tokens] int64, greedy, after context [n] and question [m]; the cache holds what is left of the context."""
-    ids = torch.cat([context, question])[None]
-    generate = cast(Callable[..., Tensor], model.generate)
-    out = generate(ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=max_new_tokens, do_sample=False)
-    return out[0, ids.shape[1] :]
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from torch.nn import functional as F
 from learnkv.budgets import Ratio
 from learnkv.checkpoint import save_gate
 from learnkv.evaluation import compare as comparison
-from learnkv.evaluation.compare import Bench, Plan, compare, encode_prompt, oracle_utility, plan, plan_chosen, quick_table, served
+from learnkv.evaluation import judge
+from learnkv.evaluation.compare import Bench, Plan, compare, encode_prompt, plan, plan_chosen, quick_table, served
 from learnkv.evaluation.contenders import contenders_of, gate_contender
+from learnkv.evaluation.judge import oracle_utility
 from learnkv.evaluation.report import summarise
 from learnkv.evaluation.rows import read_rows
 from learnkv.gates import GATES
@@ -329,15 +331,15 @@ def test_prompt_that_cannot_be_run_is_refused_in_words(model, tokenizer):
 
 
 def test_nan_of_a_model_is_refused_with_prompt_and_method(model, tokenizer, plans, monkeypatch):
-    monkeypatch.setattr(comparison, "answers", lambda _, caches, __: [{"accuracy": 0.0, "nll": float("nan")} for _ in caches])
+    monkeypatch.setattr(judge, "teacher_forced", lambda _, caches, __: [(torch.tensor([False]), float("nan")) for _ in caches])
     with pytest.raises(ValueError, match=f"prompt {short_prompt().id}, full at budget 1: .* nan"):
         compare(model, tokenizer, [short_prompt()], plans)
 
 
 def test_cost_of_scoring_is_seen_once_per_method(model, tokenizer, plans):
-    bench = Bench(model, describe(model))
+    bench = Bench(model, tokenizer, describe(model))
     (encoded,) = encode_prompt(model, tokenizer, short_prompt())
-    [(asked, cells)] = bench.tasks(short_prompt(), [encoded], plans, inside=False)
+    [(asked, cells)] = bench.works(short_prompt(), [encoded], plans, inside=False)
     rows = list(bench.rows(asked, cells))
     assert all(row.prefill_seconds > 0 and row.extra_seconds >= 0 for row in rows)
     assert len({row.prefill_seconds for row in rows}) == 1 and rows[0].extra_seconds == 0

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from learnkv.budgets import Ratio
-from learnkv.evaluation.compare import encode_prompt, oracle_utility
+from learnkv.evaluation.compare import encode_prompt
 from learnkv.evaluation.diagnosis import COLUMNS, Diagnosis, Survival, beside_oracle, diagnose, text_lines
+from learnkv.evaluation.judge import oracle_utility
 from learnkv.heuristics.oracle import Oracle
 from learnkv.methods import METHODS
 from learnkv.policy import Policy

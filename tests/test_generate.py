@@ -66,7 +66,7 @@ def test_the_full_caches_answer_is_plain_generations(folder, question):
     context, question = generate.tokens_of(generate.own_prompt(command), command, model, tokenizer)
     with attach(model):
         cache, _ = generate.prefill_many(model, context[None], [None, None])
-        got = generate.answer(model, cache, context, question, 8)
+        (got,) = generate.greedy(model, cache, torch.cat([context, question])[None], 8)
     ids = torch.cat([context, question])[None]
     want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
     assert torch.equal(got, want)

@@ -10,8 +10,9 @@ import torch
 
 from learnkv import config
 from learnkv.budgets import ALLOCATORS, Ratio
-from learnkv.evaluation.compare import encode_prompt, oracle_utility
+from learnkv.evaluation.compare import encode_prompt
 from learnkv.evaluation.diagnosis import kept_mask
+from learnkv.evaluation.judge import oracle_utility
 from learnkv.evaluation.profile import BUDGETS, Profile, ProfileSettings, chosen, profile, row_figures, share_kept, top_share
 from learnkv.heuristics.oracle import Oracle
 from learnkv.policy import Policy

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from learnkv.budgets import Ratio, uniform
-from learnkv.capture import capture, evictable_layers
+from learnkv.evaluation import judge
 from learnkv.evaluation.choice import BEST, choose_best
 from learnkv.evaluation.claims import Primary
 from learnkv.evaluation.contenders import WHOLE, Contender, contenders_of, gate_contender
@@ -26,15 +25,14 @@ from learnkv.heuristics.streaming_llm import StreamingLLM
 from learnkv.models import BaseModel, PreTrainedModel, describe
 from learnkv.names import unknown
 from learnkv.policy import Policy
-from learnkv.prompts import Encoded, Prompt, encode
+from learnkv.prompts import Encoded, Prompt, Question, encode
 from learnkv.prompts.haystack import Split
 from learnkv.prompts.kinds import KINDS
 from learnkv.prompts.prompt import Tokenizer, asked_inside
 from learnkv.runtime.attach import attach
-from learnkv.runtime.cache import EvictionCache, prefill_many, together
-from learnkv.traces import measure
-from learnkv.traces.format import Continuation, Trace
-from learnkv.traces.measure import softmax_scales
+from learnkv.runtime.cache import prefill_many
+from learnkv.tasks import TASKS
+from learnkv.tasks import named as task_named
 
 ASKED_TOGETHER = 32  # caches that one forward asks
 QUICK = ["random", "oracle", "streaming_llm", "key_diff", "key_norm", "snapkv", "h2o"]
@@ -46,12 +44,17 @@ class EvaluateSettings:
 
     methods: list[str] = field(default_factory=list)  # name(knob=value)+allocator:gate folder; full cache, random and oracle always run
     budgets: list[float] = field(default_factory=lambda: [0.5, 0.2, 0.1])  # below 1 a fraction of the context, else tokens per KV head
-    kinds: list[str] = field(default_factory=list)  # kinds of generated prompts, in turn
-    split: Split = "heldout"  # train, dev or heldout
-    count: int = 200  # prompts of each size
+    kinds: list[str] = field(default_factory=list)  # kinds of generated prompts, in turn; the answer's tokens are matched
+    tasks: list[str] = field(default_factory=list)  # tasks, `count` prompts of each; answers are generated and judged by the task's metric
+    source: str = ""  # folder of NAME.jsonl, for tasks whose prompts are else read from a hub
+    floor: float = 0.0  # least mean score of the full cache: what it reaches less in is told, and no method is run on it
+    split: Split = "heldout"  # of the kinds: train, dev or heldout
+    count: int = 200  # prompts of each size, of the kinds together and of each task
     questions: int = 1  # asked of each prompt; 0 asks all it has
     question: Literal["outside", "inside"] = "outside"  # inside: it is part of what is compressed, all but its last token
-    num_tokens: list[int] = field(default_factory=lambda: [750])  # sizes of the contexts, tokens
+    num_tokens: list[int] = field(
+        default_factory=lambda: [750]
+    )  # sizes: of a kind's context, of a task's prompt and generation together, tokens
     seed: int = 0  # of the prompts
     num_sinks: int = 4  # first tokens that always stay
     num_recent: int = 16  # last tokens that always stay
@@ -68,9 +71,13 @@ class EvaluateSettings:
         for name in ("budgets", "num_tokens"):
             if not getattr(self, name):
                 raise ValueError(f"evaluate.{name} is empty, so there is nothing to compare; give one or more")
-        for kind in (kind for kinds in self.groups.values() for kind in kinds):
-            if kind not in KINDS:
-                raise unknown("prompt kind in evaluate.groups:", kind, KINDS)
+        for task in self.tasks:
+            task_named(task)
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"evaluate.floor={self.floor:g} is a mean score; give a number from 0 to 1")
+        for topic in (topic for topics in self.groups.values() for topic in topics):
+            if topic not in KINDS and topic not in TASKS:
+                raise unknown("prompt kind or task in evaluate.groups:", topic, {**KINDS, **TASKS})
         if self.primary.group and self.primary.group not in self.groups:
             raise unknown("group in evaluate.primary:", self.primary.group, self.groups)
 
@@ -90,9 +97,10 @@ class Asked:
     cell: Cell
     plan: Plan
     first: int
+    question: Question
 
 
-Task = tuple[list[Encoded], list[Asked]]  # what one prefill serves
+Work = tuple[list[Encoded], list[Asked]]  # what one prefill serves
 
 
 def plan(contenders: Sequence[Contender], budgets: Sequence[float]) -> list[Plan]:
@@ -126,7 +134,7 @@ def compare(
     *,
     path: Path | None = None,
     question: Literal["outside", "inside"] = "outside",
-    progress: Callable[[list[Task]], Iterable[Task]] = iter,
+    progress: Callable[[list[Work]], Iterable[Work]] = iter,
 ) -> list[Row]:
     """The rows of every plan on every question of every prompt.
 
@@ -137,14 +145,14 @@ def compare(
     """
     store = RowFile(path) if path else None
     done = dict(store.done) if store else {}
-    bench = Bench(model, describe(model))
-    tasks = tasks_of(bench, tokenizer, prompts, plans, question)
-    for encoded, todo in progress(left_of(tasks, done)):
+    bench = Bench(model, tokenizer, describe(model))
+    works = works_of(bench, prompts, plans, question)
+    for encoded, todo in progress(left_of(works, done)):
         for row in named_rows(bench, encoded, todo):
             done[row.key] = row
             if store:
                 store.append(row)
-    return [replace(done[a.cell.key], **named(a.cell)) for _, asked in tasks for a in asked]
+    return [replace(done[a.cell.key], **named(a.cell)) for _, asked in works for a in asked]
 
 
 def named_rows(bench: Bench, encoded: list[Encoded], asked: list[Asked]) -> Iterator[Row]:
@@ -178,9 +186,9 @@ def estimate(
 
     path  rows that are there count as done; nothing is written
     """
-    bench = Bench(model, describe(model))
+    bench = Bench(model, tokenizer, describe(model))
     done = {row.key: row for row in read_rows(path)} if path.exists() else {}
-    left = left_of(tasks_of(bench, tokenizer, prompts, plans, question), done)
+    left = left_of(works_of(bench, prompts, plans, question), done)
     if not left:
         return Estimate(0, 0, 0.0)
     most = max(left, key=work_of)
@@ -190,28 +198,28 @@ def estimate(
     return Estimate(sum(len(asked) for _, asked in left), len(prompted), first + again * others)
 
 
-def seconds_of(bench: Bench, task: Task) -> float:
+def seconds_of(bench: Bench, work: Work) -> float:
     began = time.perf_counter()
-    for _ in bench.rows(*task):
+    for _ in bench.rows(*work):
         pass
     return time.perf_counter() - began
 
 
-def work_of(task: Task) -> int:
+def work_of(work: Work) -> int:
     """What a prompt's time goes with: tokens of its context x rows."""
-    encoded, asked = task
+    encoded, asked = work
     return len(encoded[0].context) * len(asked)
 
 
-def tasks_of(bench: Bench, tokenizer: Tokenizer, prompts: Sequence[Prompt], plans: Sequence[Plan], question: str) -> list[Task]:
+def works_of(bench: Bench, prompts: Sequence[Prompt], plans: Sequence[Plan], question: str) -> list[Work]:
     """What every prefill of a comparison serves."""
-    encoded = ((prompt, encode_prompt(bench.model, tokenizer, prompt)) for prompt in prompts)
-    return [task for prompt, asked in encoded for task in bench.tasks(prompt, asked, plans, question == "inside")]
+    encoded = ((prompt, encode_prompt(bench.model, bench.tokenizer, prompt)) for prompt in prompts)
+    return [work for prompt, asked in encoded for work in bench.works(prompt, asked, plans, question == "inside")]
 
 
-def left_of(tasks: Sequence[Task], done: Mapping[str, Row]) -> list[Task]:
+def left_of(works: Sequence[Work], done: Mapping[str, Row]) -> list[Work]:
     """The measurements that are not done, each once whatever lines show it."""
-    return [(encoded, todo) for encoded, asked in tasks if (todo := unique([a for a in asked if a.cell.key not in done]))]
+    return [(encoded, todo) for encoded, asked in works if (todo := unique([a for a in asked if a.cell.key not in done]))]
 
 
 def quick_table(
@@ -272,8 +280,9 @@ def encode_prompt(model: PreTrainedModel, tokenizer: Tokenizer, prompt: Prompt) 
 
 def refuse_unusable(prompt: Prompt, encoded: Sequence[Encoded], max_tokens: float) -> None:
     where = f"prompt {prompt.id} ({prompt.kind}, {prompt.context[:40]!r}...)"
+    longest = TASKS[prompt.task].max_new_tokens if prompt.task else 0
     for e in encoded:
-        total = len(e.context) + len(e.question) + len(e.answer)
+        total = len(e.context) + len(e.question) + max(len(e.answer), longest)
         if len(e.context) < 2:
             raise ValueError(f"{where}: its context is {len(e.context)} tokens; there is nothing to evict from fewer than 2")
         if len(e.answer) == 0:
@@ -287,15 +296,16 @@ class Bench:
     """A model on which prompts are run, and the seconds that a prefill took with each method (measured once)."""
 
     model: PreTrainedModel
+    tokenizer: Tokenizer
     base: BaseModel
     costs: dict[str, float] = field(default_factory=dict)
 
-    def tasks(self, prompt: Prompt, encoded: list[Encoded], plans: Sequence[Plan], inside: bool) -> Iterator[Task]:
+    def works(self, prompt: Prompt, encoded: list[Encoded], plans: Sequence[Plan], inside: bool) -> Iterator[Work]:
         """What one prefill serves: every question by every plan, or one question that is inside by every plan."""
         for first, asked in [(q, [asked_inside(e)]) for q, e in enumerate(encoded)] if inside else [(0, encoded)]:
             size = len(asked[0].context)
             cells = [(self.cell(prompt, first + q, size, p, inside), p) for q in range(len(asked)) for p in plans]
-            yield asked, [Asked(cell, p, first) for cell, p in cells]
+            yield asked, [Asked(cell, p, first, prompt.questions[cell.question]) for cell, p in cells]
 
     def cell(self, prompt: Prompt, question: int, num_tokens: int, plan: Plan, inside: bool) -> Cell:
         contender, budget = plan.contender, plan.budget
@@ -321,6 +331,7 @@ class Bench:
             weights_hash=self.base.weights_hash,
             rope=self.base.rope_hash,
             dtype=str(self.model.dtype).removeprefix("torch."),
+            task=prompt.task,
         )
 
     @torch.no_grad()
@@ -328,7 +339,7 @@ class Bench:
         """The rows of one prompt: one prefill for all policies, then each question put to ASKED_TOGETHER caches at once."""
         context = encoded[0].context[None]
         plans = list(dict.fromkeys(a.plan for a in asked))
-        known = oracle_utility(self.model, encoded) if any(p.contender.scorer == "oracle" for p in plans) else None
+        known = judge.oracle_utility(self.model, encoded) if any(p.contender.scorer == "oracle" for p in plans) else None
         policies = [p.contender.at(p.budget, known) for p in plans]
         with attach(self.model):
             costs = [self.cost(p.contender, policy, context) for p, policy in zip(plans, policies, strict=True)]
@@ -336,10 +347,11 @@ class Bench:
             of_plan = dict(zip(plans, zip(caches, costs, strict=True), strict=True))
             for same in batched(sorted(asked, key=lambda a: a.cell.question), ASKED_TOGETHER):
                 held = [of_plan[a.plan][0] for a in same]
-                questions = [encoded[a.cell.question - a.first] for a in same]
-                for a, cache, question, figures in zip(same, held, questions, answers(self.model, held, questions), strict=True):
+                questions = [(encoded[a.cell.question - a.first], a.question) for a in same]
+                judged = judge.judged(self.model, self.tokenizer, held, questions, same[0].cell.task)
+                for a, figures in zip(same, judged, strict=True):
                     prefill, extra = of_plan[a.plan][1]
-                    yield Row(**named(a.cell), **holdings(cache, question), **figures, prefill_seconds=prefill, extra_seconds=extra)
+                    yield Row(**named(a.cell), **figures, prefill_seconds=prefill, extra_seconds=extra)
 
     def cost(self, contender: Contender, policy: Policy, context: Tensor) -> tuple[float, float]:
         """Seconds of one full-cache prefill, and what the contender's passes, scoring and eviction add; seen once, on the first prompt.
@@ -359,49 +371,3 @@ class Bench:
         (cache,) = prefill_many(self.model, context, [policy])
         cache.lengths().sum().item()  # waits for the device
         return time.perf_counter() - start
-
-
-def oracle_utility(model: PreTrainedModel, encoded: Sequence[Encoded]) -> Tensor:
-    """[layers, H, n] float32 attention that all questions and answers pay to the context over the full cache: what the oracle knows."""
-    nothing = encoded[0].context[:0]
-    asked = [Continuation(e.question, e.answer, response=nothing) for e in encoded]
-    bare = Trace("", "", "", encoded[0].context, asked)
-    scales = softmax_scales(model, evictable_layers(model))
-    with capture(model, {"queries"}) as taken:
-        full, _ = measure.run(model, bare.ids)
-        return measure.future_targets(model, full, bare, "question_answer", "sum", scales, taken)["utility"]
-
-
-def answers(model: PreTrainedModel, caches: Sequence[EvictionCache], encoded: Sequence[Encoded]) -> list[dict]:
-    """Accuracy and NLL of each answer, teacher-forced after its question, each cache a row of one forward per question.
-
-    The caches come from one `prefill_many` and are left as they were; equal questions lie side by side.
-    """
-    found: list[dict] = []
-    for _, group in groupby(zip(caches, encoded, strict=True), key=lambda pair: id(pair[1])):
-        rows = list(group)
-        e = rows[0][1]
-        ids = torch.cat([e.question, e.answer]).expand(len(rows), -1)
-        held = together([cache for cache, _ in rows], model)
-        logits = model(ids, cache=held, use_cache=True, logits_to_keep=len(e.answer) + 1).logits[:, :-1]  # [rows, count, vocabulary]
-        for row in logits:
-            right = bool((row.argmax(-1) == e.answer).all())
-            found.append({"accuracy": float(right), "nll": F.cross_entropy(row.float(), e.answer).item()})
-    return found
-
-
-def holdings(cache: EvictionCache, encoded: Encoded) -> dict:
-    """What a cache keeps after eviction, the answer's span in particular."""
-    lengths = cache.lengths()  # [layers, 1, H]
-    return {
-        "span_kept": None if encoded.span is None else span_kept(cache.kept_positions(), *encoded.span),
-        "kept_mean": lengths.double().mean().item(),
-        "kept_max": int(lengths.max()),
-        "bytes_held": cache.nbytes(),
-    }
-
-
-def span_kept(kept: Sequence[Tensor], start: int, stop: int) -> float:
-    """Share of the tokens [start, stop) among the kept positions (one [1, H, L] per layer), mean over layers and heads."""
-    shares = [((positions >= start) & (positions < stop)).sum(-1).double() / (stop - start) for positions in kept]
-    return torch.stack(shares).mean().item()

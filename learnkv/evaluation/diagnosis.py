@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learnkv import ops
-from learnkv.evaluation.compare import encode_prompt, oracle_utility
+from learnkv.evaluation.compare import encode_prompt
+from learnkv.evaluation.judge import oracle_utility
 from learnkv.models import PreTrainedModel, PreTrainedTokenizerBase
 from learnkv.policy import Policy
 from learnkv.prompts import Encoded, Prompt

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from learnkv.evaluation import statistics
 from learnkv.evaluation.rows import Row
 from learnkv.evaluation.statistics import Interval
+from learnkv.tasks import TASKS
 
 FULL = "full cache"
 ALL = "all"
@@ -52,7 +53,7 @@ def summarise(rows: Sequence[Row], *, kind: str = ALL) -> list[Summary]:
 
     Raises ValueError where a line lacks prompts that another has: the figures could not be compared.
     """
-    chosen = [row for row in rows if kind in (ALL, row.kind)]
+    chosen = [row for row in rows if kind in (ALL, row.topic)]
     groups: dict[tuple[str, float], list[Row]] = defaultdict(list)
     for row in chosen:
         groups[row.line, row.budget].append(row)
@@ -241,11 +242,19 @@ def protocol(rows: Sequence[Row]) -> str:
     few = len(prompts) < statistics.FEWEST
     bounds = f"no intervals: {statistics.too_few(len(prompts))}" if few else "95% intervals by paired bootstrap"
     return (
-        f"{len(prompts)} prompts ({', '.join(dict.fromkeys(row.kind for row in rows))}; {first.split}), "
+        f"{len(prompts)} prompts ({', '.join(dict.fromkeys(row.topic for row in rows))}; {first.split}), "
         f"contexts of {min(sizes)} to {max(sizes)} tokens compressed {first.prefill} {question} the question; "
         f"first {first.num_sinks} and last {first.num_recent} tokens always kept; "
-        f"{first.model} in {first.dtype}; teacher-forced answers; {bounds}"
+        f"{first.model} in {first.dtype}; {judging(rows)}; {bounds}"
     )
+
+
+def judging(rows: Sequence[Row]) -> str:
+    """How the answers were had."""
+    generated = {bool(row.task) and TASKS[row.task].metric is not None for row in rows}
+    if len(generated) > 1:
+        return "generated answers where a task judges them, teacher-forced ones elsewhere"
+    return "generated answers" if generated == {True} else "teacher-forced answers"
 
 
 # ---- plot

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from zlib import crc32
 
@@ -35,6 +35,7 @@ class Cell:
     prefill                          "one-shot", or "chunked"
     num_sinks, num_recent            first and last tokens that always stay
     model, weights_hash, rope, dtype the base model; rope is a hash of its RoPE frequencies
+    task                             the task that judges the answer, "" where the answer's tokens are matched under teacher forcing
     """
 
     prompt: str
@@ -58,11 +59,18 @@ class Cell:
     weights_hash: str
     rope: str
     dtype: str
+    task: str = field(default="", kw_only=True)
+
+    @property
+    def topic(self) -> str:
+        """What the row's prompt is one of: its task, or without one its kind."""
+        return self.task or self.kind
 
     @property
     def key(self) -> str:
         """16 hex digits of what decides the figures; rows of equal keys are the same measurement, whatever line shows them."""
         shown = {"kind", "split", "num_tokens", "line", "run", "model"}
+        shown |= set() if self.task else {"task"}  # rows had their keys before there were tasks
         decides = {f.name: getattr(self, f.name) for f in fields(Cell) if f.name not in shown}
         return hashlib.sha256(json.dumps([FORMAT_VERSION, decides], sort_keys=True).encode()).hexdigest()[:16]
 
@@ -78,7 +86,7 @@ class Cell:
 class Row(Cell):
     """A cell with its figures.
 
-    accuracy         1.0 when every answer token is the argmax under teacher forcing, else 0.0
+    accuracy         1.0 when every answer token is the argmax under teacher forcing, else 0.0; of a task its score, 0 to 1
     nll              mean negative log-likelihood of the answer's tokens, nats
     span_kept        share of the answer span's tokens that were kept, mean over layers and heads; None where no span is known
     kept_mean        tokens kept per head after eviction, mean and max over layers and heads
@@ -86,6 +94,7 @@ class Row(Cell):
     bytes_held       what the cache holds after eviction, before the question
     prefill_seconds  one full-cache prefill of the run's first prompt, and what the method's scoring, extra passes and eviction add to it
     extra_seconds
+    prediction       the generated answer that a task's score is of
     """
 
     accuracy: float
@@ -96,10 +105,14 @@ class Row(Cell):
     bytes_held: int
     prefill_seconds: float
     extra_seconds: float
+    prediction: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.nll):
-            raise ValueError(f"prompt {self.prompt}, {self.method} at budget {self.budget:g}: the answer's NLL is {self.nll}; row refused")
+        for name, figure in {"NLL": self.nll, "score": self.accuracy}.items():
+            if not math.isfinite(figure):
+                raise ValueError(
+                    f"prompt {self.prompt}, {self.method} at budget {self.budget:g}: the answer's {name} is {figure}; row refused"
+                )
 
 
 def budget_of(value: float) -> int | Ratio:

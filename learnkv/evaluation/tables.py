@@ -43,9 +43,9 @@ def tables(
     of_groups = {title.split(":")[0]: summaries for title, summaries in list(found.items())[1:]}
     if of_groups:
         yield Table("in short: accuracy / NLL, share of the full cache's accuracy", trained.brief(of_groups, gates), printed=False)
-    kinds = list(dict.fromkeys(row.kind for row in rows))
+    kinds = list(dict.fromkeys(row.topic for row in rows))
     for kind in kinds if len(kinds) > 1 else []:
-        own = [row for row in rows if row.kind == kind]
+        own = [row for row in rows if row.topic == kind]
         yield Table(counted(kind, own), report.table(report.summarise(own)), printed=False)
     yield from against(parts, gates)
 
@@ -70,7 +70,7 @@ def endpoint(rows: Sequence[Row], groups: Mapping[str, Sequence[str]], primary: 
 
 def part_of(rows: Sequence[Row], groups: Mapping[str, Sequence[str]], group: str) -> list[Row]:
     """The rows of a group of kinds, all of them for ""."""
-    return [row for row in rows if not group or row.kind in groups[group]]
+    return [row for row in rows if not group or row.topic in groups[group]]
 
 
 def count(rows: Sequence[Row]) -> int:
@@ -84,10 +84,11 @@ def counted(title: str, rows: Sequence[Row]) -> str:
 
 def parts_of(rows: Sequence[Row], groups: Mapping[str, Sequence[str]]) -> dict[str, Sequence[Row]]:
     """Title -> rows: all of them, then those of each group of kinds that has any."""
-    kinds = list(dict.fromkeys(row.kind for row in rows))
-    parts = {"all kinds" if len(kinds) > 1 else kinds[0]: rows}
+    kinds = list(dict.fromkeys(row.topic for row in rows))
+    whole = "all tasks" if any(row.task for row in rows) else "all kinds"
+    parts = {whole if len(kinds) > 1 else kinds[0]: rows}
     for name, members in groups.items():
-        if part := [row for row in rows if row.kind in members]:
+        if part := [row for row in rows if row.topic in members]:
             parts[f"{name}: {', '.join(kind for kind in kinds if kind in members)}"] = part
     return parts
 

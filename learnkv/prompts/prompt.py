@@ -37,6 +37,7 @@ class Prompt:
     split  the side its text, keys and values were drawn from
     chat   whether it goes through the model's chat template
     pins   characters [start, stop) of the context that no method may evict
+    task   the task that judges a generated answer, a name in learnkv.tasks.TASKS; "" where the answer's tokens are matched
     """
 
     kind: str
@@ -45,11 +46,13 @@ class Prompt:
     questions: tuple[Question, ...]
     chat: bool = True
     pins: tuple[tuple[int, int], ...] = ()
+    task: str = ""
 
     @property
     def id(self) -> str:
         """16 hex digits of the content: equal prompts have equal ids on every machine."""
         content = asdict(self)
+        del content["task"]  # which the kind begins with
         if not self.pins:
             del content["pins"]  # prompts without pins had their ids before there were any
         for question in content["questions"]:

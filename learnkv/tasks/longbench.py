@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -71,6 +72,7 @@ def task(name: str, rules: Rules, source: str) -> Task:
         count=rules.count,
         chat=rules.chat,
         clean=clean,
+        read=partial(rows_of, name, rules),
     )
 
 

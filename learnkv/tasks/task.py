@@ -68,24 +68,33 @@ class Task:
 
     name            as in TASKS; each prompt's kind begins with it
     make            its prompts
-    metric          of one answer, 0 to 1
-    max_new_tokens  of the generated answer, as its benchmark lays down
+    metric          of one generated answer, 0 to 1; None where the answer is not generated but its own tokens are scored
+    max_new_tokens  of the answer, as its benchmark lays down
     benchmark       whose task it is, "" for one of ours
     paper           arXiv id of the benchmark, "" for ours
     count           prompts that the benchmark asks for, 0 where any number will do
     chat            whether prompts go through the model's chat template
     clean           what is done to an answer before it is judged
+    decode          whether tokens are evicted while the answer is generated too, and not after the context alone
+    read            source -> make, where a hub has the prompts: source is its id, or a folder with NAME.jsonl; None where they are made here
     """
 
     name: str
     make: Make
-    metric: Metric
+    metric: Metric | None
     max_new_tokens: int
     benchmark: str = ""
     paper: str = ""
     count: int = 0
     chat: bool = True
     clean: Callable[[str], str] = str.strip
+    decode: bool = False
+    read: Callable[[str], Make] | None = None
+
+    @property
+    def metric_name(self) -> str:
+        """How the README and the tables call what this task is judged by."""
+        return self.metric.__name__ if self.metric else "next_token"
 
     def prompts(self, tokenizer: Tokenizer, num_tokens: int, count: int, seed: int) -> list[Prompt]:
         """`count` prompts, each at most `num_tokens` tokens of `tokenizer` with its generation, and near it where the task allows.
@@ -102,10 +111,11 @@ class Task:
             )
         if len(made) < count:
             raise ValueError(f"task {self.name} has {len(made)} prompts of num_tokens={num_tokens}, not count={count}; ask for fewer")
-        return made
+        return [replace(prompt, task=self.name) for prompt in made]
 
     def score(self, prediction: str, question: Question) -> float:
         """What a generated answer is worth, 0 to 1."""
+        assert self.metric, f"the answers of {self.name} are not generated"
         return self.metric(self.clean(prediction), question.references or (question.answer.strip(),))
 
 
