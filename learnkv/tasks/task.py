@@ -76,7 +76,7 @@ class Task:
     chat            whether prompts go through the model's chat template
     clean           what is done to an answer before it is judged
     decode          whether tokens are evicted while the answer is generated too, and not after the context alone
-    read            source -> make, where a hub has the prompts: source is its id, or a folder with NAME.jsonl; None where they are made here
+    read            source -> make, where a hub has the prompts: source is an id or a folder with NAME.jsonl; None where they are made here
     """
 
     name: str
