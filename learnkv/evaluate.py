@@ -59,7 +59,7 @@ def run(command: EvaluateCommand) -> None:
     chosen = development_rows(Path(settings.choose)) if settings.choose else []
     model, tokenizer = load_model(command.model, DTYPES[settings.dtype])
     if not command.prompts:
-        refuse_long_contexts(model, "evaluate.num_tokens", settings.num_tokens)
+        refuse_long_contexts(model, "evaluate.num_tokens", settings.num_tokens, beside=int(bool(settings.kinds)))
     asked = prompts_of(command, settings, tokenizer)
     refuse_chosen_on(chosen, asked)
     plans = plans_of(settings, chosen, model, tokenizer)

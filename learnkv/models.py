@@ -138,10 +138,13 @@ def configured_frequencies(model: PreTrainedModel) -> tuple[float, ...]:
     return ()
 
 
-def refuse_long_contexts(model: PreTrainedModel, key: str, sizes: Sequence[int]) -> None:
-    """Raises a ValueError where contexts of `sizes` tokens, asked for by `key`, do not fit the model."""
+def refuse_long_contexts(model: PreTrainedModel, key: str, sizes: Sequence[int], *, beside: int = 1) -> None:
+    """Raises a ValueError where contexts of `sizes` tokens, asked for by `key`, do not fit the model with what follows them.
+
+    beside  tokens that follow at least; 0 where the sizes hold question and answer too
+    """
     limit = max_positions(model)
-    if max(sizes) >= limit:
+    if max(sizes) + beside > limit:
         raise ValueError(
             f"{key}={max(sizes)}, and {model.config.name_or_path} has {limit} positions, question and answer included; give less"
         )

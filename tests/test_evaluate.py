@@ -1,6 +1,7 @@
 """python -m learnkv.evaluate: what it prints and writes, how it goes on, and what it says to mistakes."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,9 @@ from learnkv.gates import GATES
 from learnkv.gates.kvp import KVP
 from learnkv.methods import METHODS
 from learnkv.models import describe
+from learnkv.prompts import Question
 from learnkv.prompts.kinds import KINDS
+from learnkv.tasks import TASKS, Task
 from tests.comparison_parts import letter_tokenizer, short_prompt, tiny_model
 
 
@@ -252,3 +255,63 @@ def test_a_comparison_chooses_by_the_development_recipe_of_its_protocol(tuned, b
 def test_budgets_within_the_protected_tokens_are_said(folder, tmp_path, capsys):
     assert evaluate(folder, tmp_path, "method=key_diff", "budget=0.01") == 0
     assert "budget 0.01 is within the 20 protected tokens of some contexts: every method keeps the same" in capsys.readouterr().out
+
+
+# ---- tasks
+
+
+def toy_prompts(size, seed):
+    """Two prompts of a task that the tiny model can do, or not, whatever the size."""
+    for i in range(2):
+        yield replace(short_prompt(i), kind="toy_can", questions=(Question(" What?", " It is", f" {71 + i}", None, ("x",)),))
+
+
+@pytest.fixture
+def toy_tasks(monkeypatch):
+    for name, score in (("toy_can", 0.8), ("toy_cannot", 0.1)):
+        monkeypatch.setitem(TASKS, name, Task(name, toy_prompts, lambda said, wanted, score=score: score, 4))
+
+
+def evaluate_tasks(folder, out, *arguments):
+    fixed = [
+        f"model={folder / 'model'}",
+        f"evaluate.out={out}",
+        "method=key_diff",
+        "budget=0.4",
+        "evaluate.kinds=[]",
+        "evaluate.count=2",
+        "evaluate.num_tokens=[200]",
+    ]
+    return config.main(run, EvaluateCommand, [*fixed, *arguments])
+
+
+def test_tasks_are_judged_by_their_own_metric(folder, tmp_path, capsys, toy_tasks):
+    assert evaluate_tasks(folder, tmp_path, "evaluate.tasks=[toy_can,toy_cannot]") == 0
+    said = capsys.readouterr().out
+    assert "4 with 4 questions, 2 kinds or tasks" in said and "all tasks" in said and "generated answers" in said
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert {(row.task, row.accuracy) for row in rows} == {("toy_can", 0.8), ("toy_cannot", 0.1)}
+
+
+def test_what_the_full_cache_cannot_do_is_told_and_left_out(folder, tmp_path, capsys, toy_tasks):
+    assert evaluate_tasks(folder, tmp_path, "evaluate.tasks=[toy_can,toy_cannot]", "evaluate.floor=0.3") == 0
+    said = capsys.readouterr().out
+    assert "left out: toy_cannot, in which the full cache reaches 0.10, less than evaluate.floor=0.3" in said
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert {row.scorer for row in rows if row.task == "toy_cannot"} == {"full"}
+    assert len([row for row in rows if row.task == "toy_can"]) == 2 * 4 and "toy_cannot" in (tmp_path / "table.md").read_text()
+
+
+def test_a_floor_above_everything_is_one_line(folder, tmp_path, capsys, toy_tasks):
+    assert evaluate_tasks(folder, tmp_path, "evaluate.tasks=[toy_can]", "evaluate.floor=0.9") == 2
+    assert "the full cache reaches evaluate.floor=0.9 in none of toy_can" in capsys.readouterr().err
+
+
+def test_an_unknown_task_is_one_line(folder, tmp_path, capsys, toy_tasks):
+    assert evaluate_tasks(folder, tmp_path, "evaluate.tasks=[toy_cam]") == 2
+    assert "unknown task 'toy_cam'; nearest: toy_can" in capsys.readouterr().err
+
+
+def test_groups_may_hold_tasks(folder, tmp_path, capsys, toy_tasks):
+    assert evaluate_tasks(folder, tmp_path, "evaluate.tasks=[toy_can,toy_cannot]", "evaluate.groups={hard: [toy_cannot]}") == 0
+    assert "hard: toy_cannot" in capsys.readouterr().out
