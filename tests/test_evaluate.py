@@ -216,16 +216,17 @@ def test_mistake_is_one_line_and_exit_2(folder, tmp_path, capsys, argument, said
     assert error.startswith("error: ") and error.count("\n") == 1 and said in error
 
 
-def test_shipped_recipes_name_methods_and_kinds_that_exist():
+def test_shipped_recipes_name_methods_kinds_and_tasks_that_exist():
     for settings in shipped().values():
         assert [parse_entry(text, [*METHODS, *GATES]) for text in settings.methods]
-        assert set(settings.kinds) <= set(KINDS) and settings.kinds
-        assert {kind for kinds in settings.groups.values() for kind in kinds} <= set(settings.kinds)
+        topics = {*settings.kinds, *settings.tasks}
+        assert topics and set(settings.kinds) <= set(KINDS) and set(settings.tasks) <= set(TASKS)
+        assert {topic for group in settings.groups.values() for topic in group} <= topics
 
 
 def shipped():
     """Every recipe of a comparison."""
-    names = [name for name in config.recipe_names() if name.startswith("compare")]
+    names = [name for name in config.recipe_names() if name.startswith(("compare", "grid"))]
     return {name: config.load([f"recipe={name}"], EvaluateCommand).evaluate for name in names}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, question: Question) -> Encoded:
     the question part holds the question, the template's tail and the answer's prefix.  Without a chat template the three
     texts simply follow each other.
     """
+    import torch  # seconds, which `learnkv ls` need not wait for
+
     if prompt.chat and tokenizer.chat_template:
         turn = [{"role": "user", "content": prompt.context + question.text}]
         text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) + question.prefix
@@ -117,6 +119,8 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, question: Question) -> Encoded:
 
 def asked_inside(e: Encoded) -> Encoded:
     """The question as the end of the context; its last token stays outside, so that the first token of the answer follows the eviction."""
+    import torch
+
     whole = torch.cat([e.context, e.question])
     return replace(e, context=whole[:-1], question=whole[-1:])
 
