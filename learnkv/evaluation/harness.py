@@ -99,7 +99,8 @@ class EvictionLM(HFLM):
     empty) leaves nothing to evict.  A context that is too long loses its first tokens, as in HFLM.
 
     Rolling log-likelihood: the first window of a text, mostly the only one, has a context of one token, and nothing would be evicted.  So a
-    window is read as a stream: in chunks of `rolling_chunk` tokens, evicting after each, to the budget of what was read so far.
+    window is read as a stream: in chunks of `rolling_chunk` tokens, evicting after each, to the budget of what was read so far.  A
+    text that one chunk holds is not evicted from.
 
     Generation: the prompt as above, then the answer from its last token on; with `decode` the policy evicts while it is generated.
 
