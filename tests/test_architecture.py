@@ -49,6 +49,8 @@ ALLOWED = {
                     "peft"},
     "training":    {"names", "places", "ops", "gates", "traces", "lightning"},
     "kvpress_decode": {"kvpress", "transformers"},
+    # runs lm-eval's own command, whose model of ours is in evaluation
+    "lm_eval":     {"config", "evaluation"},
     "checkpoint":  {"names", "places", "typed", "version", "config", "gates", "models", "traces"},
     "published":   {"capture", "gates", "models"},
     "outline":     {"counts", "gates", "geometry", "models", "prompts", "reconstruction", "traces", "training"},
@@ -62,8 +64,9 @@ ALLOWED = {
 COMMANDS = tuple(VERBS)
 LIGHT = ("ls", "cp", "completion")  # commands that import no torch
 INSIDE = {*ALLOWED, "evaluation"}
-OUTSIDE = {"triton", "transformers", "peft", "lightning", "datasets", "omegaconf", "kvpress"}
-ALLOWED["evaluation"] = INSIDE - {"config", "kernels"} | {"datasets"}
+OUTSIDE = {"triton", "transformers", "peft", "lightning", "datasets", "omegaconf", "kvpress", "lm_eval"}
+# lm_eval the package, not our command of that name, which imports evaluation
+ALLOWED["evaluation"] = INSIDE - {"config", "kernels"} | {"datasets", "lm_eval"}
 ALLOWED |= {command: INSIDE - {"kernels"} for command in COMMANDS}
 ALLOWED |= {command: {"names", "places", "verbs", "sources", "config", "candidates", "inventory"} for command in LIGHT}
 ALLOWED["estimate"] |= {"record", "train", "evaluate"}  # which say it
