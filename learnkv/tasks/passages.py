@@ -5,46 +5,17 @@ Each is named after what it asks for, with `_synth`; its figures are no benchmar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from collections.abc import Iterable
 from random import Random
 
 from learnkv.prompts import Prompt, Question
 from learnkv.tasks import metrics, ruler_data
+from learnkv.tasks.drawn import endless, filled
 from learnkv.tasks.ruler_data import HotpotQuestion, Paragraph
-from learnkv.tasks.task import SPLIT, Make, Size, Task, largest
+from learnkv.tasks.task import SPLIT, Size, Task
 
 TURNS = 5  # questions asked of an article
 FEWEST = 4  # paragraphs or documents of a prompt, so that there is something to tell apart
-
-Build = Callable[[Random, Size], Prompt | None]
-"""A prompt that fits the size, or None where this draw gives none."""
-
-
-def endless(name: str, build: Build) -> Make:
-    """Prompts drawn with a randomness of their own each; a draw that gives none is left out, TRIES in a row are the end."""
-
-    def make(size: Size, seed: int) -> Iterator[Prompt]:
-        missing = 0
-        for index in count():
-            prompt = build(Random(f"{seed} {name} {index} {size.num_tokens}"), size)
-            missing = 0 if prompt else missing + 1
-            if missing == TRIES:
-                return
-            if prompt:
-                yield prompt
-
-    return make
-
-
-TRIES = 20
-
-
-def filled(build: Callable[[int], Prompt], size: Size, least: int, most: int) -> Prompt | None:
-    """The largest of the prompts that fits; None where it has fewer than `least` parts."""
-    n = largest(build, size, most)
-    return build(n) if n >= least else None
-
 
 # ---- several questions on one article
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from learnkv.names import unknown
+from learnkv.tasks.boolq import BOOLQ
+from learnkv.tasks.code_completion import CODE_COMPLETION
+from learnkv.tasks.govreport import GOVREPORT
+from learnkv.tasks.gsm8k import GSM8K
 from learnkv.tasks.longbench import longbench
 from learnkv.tasks.needle import NEEDLE
+from learnkv.tasks.oasst2 import OASST2
 from learnkv.tasks.passages import PASSAGES
+from learnkv.tasks.perplexity import PERPLEXITY
 from learnkv.tasks.ruler import RULER
+from learnkv.tasks.scbench import scbench
 from learnkv.tasks.task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in (*RULER, NEEDLE, *PASSAGES, *longbench())}
+MADE_HERE = (*RULER, NEEDLE, *PASSAGES, CODE_COMPLETION, PERPLEXITY, GSM8K)
+READ_FROM_A_HUB = (*longbench(), BOOLQ, GOVREPORT, OASST2, *scbench())
+TASKS: dict[str, Task] = {task.name: task for task in (*MADE_HERE, *READ_FROM_A_HUB)}
 
 
 def named(name: str, source: str = "") -> Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +35,12 @@ class Size:
     def of(self, text: str) -> int:
         """Tokens of a text alone."""
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def beginning(self, text: str) -> str:
+        """As many of the text's words as the generation has tokens for, each with the blanks before it."""
+        words = re.findall(r"\s*\S+", text)[: self.max_new_tokens]
+        most = bisect_right(range(1, len(words) + 1), self.max_new_tokens, key=lambda n: self.of("".join(words[:n])))
+        return "".join(words[:most])
 
     @property
     def room(self) -> int:
@@ -69,7 +76,7 @@ class Task:
     name            as in TASKS; each prompt's kind begins with it
     make            its prompts
     metric          of one generated answer, 0 to 1; None where the answer is not generated but its own tokens are scored
-    max_new_tokens  of the answer, as its benchmark lays down
+    max_new_tokens  of the answer, as its benchmark lays down; where it is not generated, the most that are scored
     benchmark       whose task it is, "" for one of ours
     paper           arXiv id of the benchmark, "" for ours
     count           prompts that the benchmark asks for, 0 where any number will do
