@@ -1,8 +1,9 @@
-"""List what is there, a line each: recipes, methods, gates, runs and traces.
+"""List what is there, a line each: recipes, methods, tasks, gates, runs and traces.
 
 python -m learnkv.ls                 all of it
 python -m learnkv.ls recipes         shipped recipes, with what they say of themselves
 python -m learnkv.ls methods         every method with its paper, and whether it is trained
+python -m learnkv.ls tasks           every task with its benchmark's paper, its metric and the tokens that it generates
 python -m learnkv.ls checkpoints     gates: method, base model, size, held-out reward where a run recorded it (the oracle's is -1)
 python -m learnkv.ls runs            steps done of all, and whether a run can be resumed
 python -m learnkv.ls traces          prompts and bytes
@@ -18,13 +19,14 @@ from typing import Literal
 from learnkv import config, inventory, sources
 from learnkv.inventory import Cells
 from learnkv.places import GATES_FOLDER, RUNS_FOLDER, TRACES_FOLDER
+from learnkv.tasks import registry
 
 
 @dataclass
 class LsCommand:
     """What `python -m learnkv.ls` reads."""
 
-    what: Literal["all", "recipes", "methods", "checkpoints", "runs", "traces"] = "all"
+    what: Literal["all", "recipes", "methods", "tasks", "checkpoints", "runs", "traces"] = "all"
     checkpoints: str = GATES_FOLDER  # folder of gates
     runs: str = RUNS_FOLDER  # folder of runs
     traces: str = TRACES_FOLDER  # folder of folders of traces
@@ -35,6 +37,7 @@ def run(command: LsCommand) -> None:
     kinds = {
         "recipes": inventory.recipes,
         "methods": methods,
+        "tasks": registry.table,
         "checkpoints": lambda: inventory.gates(folders["checkpoints"], folders["runs"]),
         "runs": lambda: inventory.runs(folders["runs"]),
         "traces": lambda: inventory.traces(folders["traces"]),

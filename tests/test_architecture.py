@@ -69,6 +69,7 @@ OUTSIDE = {"triton", "transformers", "peft", "lightning", "datasets", "omegaconf
 ALLOWED["evaluation"] = INSIDE - {"config", "kernels"} | {"datasets", "lm_eval"}
 ALLOWED |= {command: INSIDE - {"kernels"} for command in COMMANDS}
 ALLOWED |= {command: {"names", "places", "verbs", "sources", "config", "candidates", "inventory"} for command in LIGHT}
+ALLOWED["ls"] |= {"tasks"}
 ALLOWED["estimate"] |= {"record", "train", "evaluate"}  # which say it
 ALLOWED["learnkv"] = INSIDE - {"kernels", "config"}  # the public names
 

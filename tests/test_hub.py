@@ -44,7 +44,7 @@ def test_without_network_one_line_says_what_to_do(name, monkeypatch):
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach it on the Hub (LocalEntryNotFoundError)\nand more")
 
-    monkeypatch.setattr(hub, "load_dataset", unreachable)
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
     with pytest.raises(ValueError) as failed:
         TASKS[name].prompts(word_tokenizer(), 2000, 1, 0)
     said = str(failed.value)
@@ -59,7 +59,7 @@ def test_a_hub_is_asked_for_the_benchmarks_own_table_and_split(name, monkeypatch
         asked.append((source, config, split))
         return []
 
-    monkeypatch.setattr(hub, "load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset", load)
     with pytest.raises(ValueError, match=f"task {name} can't be made"):
         TASKS[name].prompts(word_tokenizer(), 2000, 1, 0)
     assert asked == [ASKED_OF_A_HUB[name]]

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from datasets import load_dataset
-
 from learnkv.prompts import Prompt
 from learnkv.tasks.task import Make, Size
 
@@ -65,7 +63,10 @@ def rows(table: Table, source: str) -> Iterator[Row]:
 def read(table: Table, source: str) -> Iterable[dict]:
     path = Path(source) / f"{table.name}.jsonl"
     if path.is_file():  # not through `datasets`, whose reader takes an answer like "2024-01-01" for a date
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+        return [parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    from datasets import load_dataset  # seconds to import, for a hub's rows only
+
     try:
         return load_dataset(source, table.config or None, split=table.split)
     except (OSError, ValueError, RuntimeError) as error:  # no network, no such id, no such table in it, a script for older `datasets`
@@ -73,6 +74,17 @@ def read(table: Table, source: str) -> Iterable[dict]:
         raise ValueError(
             f"{table.benchmark}'s {table.name} can't be read from {source} ({reason}); give a folder with {path.name}, or run with network"
         ) from error
+
+
+def parsed(line: str, where: str) -> dict:
+    """A line of a folder's file."""
+    try:
+        found = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}; write one object per line") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} holds a {type(found).__name__}; write one object per line")
+    return found
 
 
 def in_order(table: Table, prompt_of: Callable[[Row], Prompt]) -> Callable[[str], Make]:
