@@ -75,7 +75,7 @@ def run(command: EvaluateCommand) -> None:
         tell(estimate(model, tokenizer, asked, plans, path=rows_file, question=settings.question))
         return
     print(f"rows go to {rows_file}; a stopped run goes on from there", flush=True)
-    history.remember(rows_file.parent, history.entry(config.arguments(command), gates_of(plans), settings.groups), asked)
+    history.remember(rows_file.parent, history.entry(config.arguments(command), gates_of(plans), settings.groups, settings.primary), asked)
     run_on = partial(compare, model, tokenizer, path=rows_file, question=settings.question, progress=watched)
     low = below_floor(run_on(asked, [each for each in plans if each.contender.scorer == "full"]), settings.floor) if settings.floor else {}
     asked = within_reach(asked, low, settings.floor)

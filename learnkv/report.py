@@ -1,8 +1,8 @@
 """Report a comparison: one HTML page with curves, maps, costs, tables and claims, the same as Markdown and PNG files, and a blind sheet.
 
-python -m learnkv.report rows=data/comparisons/compare                     the rows that evaluate wrote; the page lies in report/ beside them
+python -m learnkv.report rows=data/comparisons/compare                    what evaluate wrote; the page lies in report/ beside it
 python -m learnkv.report rows=benchmarks/results/compare_inside.jsonl.gz out=reports/inside
-python -m learnkv.report 'examples=[snapkv,kvp+adaptive:checkpoints/kvp-smollm2-135m]'    with the tokens kept of one prompt: loads the model
+python -m learnkv.report 'examples=[snapkv,kvp:checkpoints/kvp-smollm2-135m]'    with what was kept of one prompt: loads the model
 python -m learnkv.report tally=answers.json                                what a judge of the blind sheet found
 """
 
@@ -39,7 +39,9 @@ class SheetSettings:
 class ReportCommand:
     """What `python -m learnkv.report` reads."""
 
-    rows: list[str] = field(default_factory=lambda: [f"{COMPARISONS_FOLDER}/compare"])  # folders that evaluate wrote, or files of rows, .gz too
+    rows: list[str] = field(
+        default_factory=lambda: [f"{COMPARISONS_FOLDER}/compare"]
+    )  # folders that evaluate wrote, or files of rows, .gz too
     out: str = ""  # folder of the page; "" for report/ beside the first rows
     front: list[str] = field(default_factory=list)  # lines in colour; [] for gates and the best heuristic
     budget: float | None = None  # the one that bars, sheet and examples show; null for 0.1, or the middle one

@@ -1,4 +1,4 @@
-"""Charts: curves over tokens kept, heat maps, bars and training curves, drawn as pictures; they know figures, and nothing of comparisons."""
+"""Charts: curves over tokens kept, heat maps, bars and training curves as pictures; they know figures, and nothing of comparisons."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def level_of(frame: Frame, level: float | None) -> list[Shape]:
 def background(frame: Frame, series: Series) -> list[Shape]:
     points = tuple(frame.at(x, y.value) for x, y in series.points)
     lines: list[Shape] = [Stroke(points, "grey", 1, tip=series.name)] if len(points) > 1 else []
-    return lines + [marked(point, "circle", "grey", 1.7, tip_of(series.name, x, y)) for point, (x, y) in zip(points, series.points, strict=True)]
+    return lines + [
+        marked(point, "circle", "grey", 1.7, tip_of(series.name, x, y)) for point, (x, y) in zip(points, series.points, strict=True)
+    ]
 
 
 def bounds(frame: Frame, series: Series, aside: float) -> list[Shape]:
@@ -154,7 +156,7 @@ def end_labels(frame: Frame, series: Sequence[Series], level: float | None) -> l
 
 
 def apart(wanted: Sequence[float], gap: float, most: float) -> list[float]:
-    """Ascending places as near to `wanted` as may be, each `gap` below the one before, the last no lower than `most` where there is room."""
+    """Ascending places as near to `wanted` as may be, each `gap` below the one before, none lower than `most` where there is room."""
     groups: list[list[float]] = []  # of places that push each other: their middle, how many they are
     for place in wanted:
         groups.append([place, 1])
@@ -200,7 +202,10 @@ def axes(frame: Frame, y_ticks: Sequence[float], x_ticks: Sequence[float], title
         shapes += [Stroke(((frame.left, at), (frame.right, at)), "grid"), Label(frame.left - 6, at + 4, f"{y:g}", "soft", SMALL, "end")]
     for x in x_ticks:
         at = frame.at(x, 0)[0]
-        shapes += [Stroke(((at, frame.bottom), (at, frame.bottom + 4)), "soft"), Label(at, frame.bottom + 17, short(x), "soft", SMALL, "middle")]
+        shapes += [
+            Stroke(((at, frame.bottom), (at, frame.bottom + 4)), "soft"),
+            Label(at, frame.bottom + 17, short(x), "soft", SMALL, "middle"),
+        ]
     middle = (frame.left + frame.right) / 2
     return [*shapes, Label(middle, frame.bottom + 34, x_label, "soft", SMALL, "middle")]
 
@@ -251,7 +256,10 @@ def heat(
     width, height = left + cell[0] * len(across) + 10, top + cell[1] * len(down) + 38
     shapes: list[Shape] = [Label(0, 16, title, size=13, bold=True)]
     shapes += [Label(left - 6, top + cell[1] * (i + 0.5) + 4, name, "soft", SMALL, "end") for i, name in every(down, cell[1])]
-    shapes += [Label(left + cell[0] * (i + 0.5), top + cell[1] * len(down) + 15, name, "soft", SMALL, "middle") for i, name in spaced(across, cell[0])]
+    shapes += [
+        Label(left + cell[0] * (i + 0.5), top + cell[1] * len(down) + 15, name, "soft", SMALL, "middle")
+        for i, name in spaced(across, cell[0])
+    ]
     shapes.append(Label(left + cell[0] * len(across) / 2, height - 6, labels[0], "soft", SMALL, "middle"))
     shapes.append(Label(11, top + cell[1] * len(down) / 2, labels[1], "soft", SMALL, "middle", turned=True))
     for row, (line, name) in enumerate(zip(values, down, strict=True)):

@@ -99,7 +99,9 @@ def look(
     )  # fmt: skip
 
 
-def of_line(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, contender: Contender, policy: Policy, like: Row) -> Kept:
+def of_line(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, contender: Contender, policy: Policy, like: Row
+) -> Kept:
     found = diagnose(model, tokenizer, [prompt], policy, question="inside" if like.question_in_prefix else "outside")
     shares = found.texts[0].kept.round(4).tolist()
     return Kept(contender.line, found.retention[0].round(4).tolist(), shares)

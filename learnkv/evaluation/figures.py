@@ -30,6 +30,8 @@ class Figure:
     columns  of the pictures in the PNG
     narrow   what a phone shows in place of the pictures
     legend   line -> style, where the pictures do not name their lines
+    title    stands above it
+    shown    how many pictures the page shows before those that the reader unfolds; 0 for all
     """
 
     name: str
@@ -39,6 +41,8 @@ class Figure:
     columns: int = 1
     narrow: tuple[Picture, ...] = ()
     legend: tuple[tuple[str, Style], ...] = ()
+    title: str = ""
+    shown: int = 0
 
 
 # ---- scores over budgets
@@ -52,8 +56,8 @@ def overall(view: View) -> Figure:
     wide = charts.curves(series, level, title=title, about=told(view, ALL), top=top, width=920, height=height, names=True)
     small = charts.curves(series, level, title=title, about=told(view, ALL), top=top, width=380, height=320, names=False)
     caption = (
-        f"{view.score.capitalize()} over the tokens that a KV head keeps, on a logarithmic axis. In colour the gates and the best heuristic, with 95% "
-        "intervals where there are enough prompts; all others in grey, their intervals in the table. Dashed: the full cache."
+        f"{view.score.capitalize()} over the tokens that a KV head keeps, on a logarithmic axis. In colour gates and best heuristic, "
+        "with 95% intervals where there are enough prompts; all others in grey, their intervals in the table. Dashed: the full cache."
     )
     return Figure("curves", caption, (wide,), curve_cells(view), narrow=(small,), legend=tuple(view.styles.items()))
 
@@ -66,12 +70,22 @@ def by_topic(view: View) -> Figure | None:
     top = ceiling(view, topics)
     panels = [
         charts.curves(
-            series_of(view, t), view.level(t), title=f"{t} ({count(view, t)})", about=told(view, t), top=top, width=300, height=240, names=False
+            series_of(view, t),
+            view.level(t),
+            title=f"{t} ({count(view, t)})",
+            about=told(view, t),
+            top=top,
+            width=300,
+            height=240,
+            names=False,
         )
         for t in topics
     ]
     kinds = "task" if any(row.task for row in view.rows) else "kind of prompt"
-    caption = f"The same by {kinds}, number of prompts in brackets; in the table each score with the tokens kept. Panels with fewer than 10 prompts have no intervals."
+    caption = (
+        f"The same by {kinds}, number of prompts in brackets; in the table each score with the tokens kept. "
+        "Panels with fewer than 10 prompts have no intervals."
+    )
     return Figure("curves-by-kind", caption, tuple(panels), topic_cells(view, topics), columns=4, legend=tuple(view.styles.items()))
 
 
@@ -89,7 +103,8 @@ def points_of(summaries: Sequence[Summary], line: str) -> tuple[tuple[float, rep
 def ceiling(view: View, topics: Sequence[str]) -> float:
     """The upper end of the axis: the next tenth above everything that is drawn."""
     most = max(max(s.accuracy.value, 0 if s.accuracy.high != s.accuracy.high else s.accuracy.high) for t in topics for s in view.topics[t])
-    return min(1.02, max(0.2, (int(most * 10) + 1) / 10))
+    tenths = max(2, int(most * 10) + 1)
+    return min(1.02, (tenths + (tenths % 2 if tenths > 7 else 0)) / 10)  # where ticks are 0.2 apart, one stands at the top
 
 
 def count(view: View, topic: str) -> int:
@@ -103,7 +118,8 @@ def told(view: View, topic: str) -> str:
     level = view.level(topic)
     whole = "" if level is None else f"full cache {level:.2f}; "
     named = ", ".join(f"{s.line} {s.accuracy.value:.2f}" for s in best)
-    return f"{len({s.line for s in found})} lines of {view.score} over tokens kept; {whole}highest at {report.show_budget(view.budget)}: {named}."
+    budget, count = report.show_budget(view.budget), len({s.line for s in found})
+    return f"{count} lines of {view.score} over tokens kept; {whole}highest at {budget}: {named}."
 
 
 def curve_cells(view: View) -> Cells:
@@ -128,7 +144,9 @@ def topic_cells(view: View, topics: Sequence[str]) -> Cells:
     """A row per line and budget, a column per kind or task."""
     found = {(t, s.line, s.budget): s for t in topics for s in view.topics[t]}
     keys = dict.fromkeys((line, s.budget) for line in [FULL, *view.lines] for s in view.summaries if s.line == line)
-    rows = [[line, "" if line == FULL else report.show_budget(b), *(topic_cell(found.get((t, line, b))) for t in topics)] for line, b in keys]
+    rows = [
+        [line, "" if line == FULL else report.show_budget(b), *(topic_cell(found.get((t, line, b))) for t in topics)] for line, b in keys
+    ]
     return [["line", "budget", *topics], *rows]
 
 
@@ -157,12 +175,16 @@ def needle_figure(view: View, rows: Sequence[Row], lengths: Sequence[tuple[int, 
         values = [[mean_of([r for r in own if r.kind == d and l[0] <= r.num_tokens <= l[1]]) for l in lengths] for d in depths]
         if own:
             maps.append(needle_map(line, values, lengths, depths))
-            cells += [[line, depth_name(d), *("" if v is None else f"{v:.0%}" for v in found)] for d, found in zip(depths, values, strict=True)]
+            cells += [
+                [line, depth_name(d), *("" if v is None else f"{v:.0%}" for v in found)] for d, found in zip(depths, values, strict=True)
+            ]
     caption = (
         f"Needles found at a budget of {report.show_budget(budget)}, percent of the prompts of a cell: how deep the needle lay in the text "
-        "(100 is its end), and how long the text was. The full cache comes first: what it does not find, no method can be blamed for."
+        "(100 is its end), and how long the text was; white is none, dark blue all. The full cache comes first: what it does not find, no "
+        "method can be blamed for."
     )
-    return Figure(f"needle-{report.show_budget(budget).replace('%', 'pc')}", caption, tuple(maps), cells, columns=5)
+    name, shown = report.show_budget(budget), 1 + sum(line in view.styles for line in {row.line for row in rows})
+    return Figure(f"needle-{name.replace('%', 'pc')}", caption, tuple(maps), cells, 5, title=f"Budget {name}", shown=shown)
 
 
 def needle_map(line: str, values: list[list[float | None]], lengths: Sequence[tuple[int, int]], depths: Sequence[str]) -> Picture:
@@ -210,7 +232,10 @@ def costs(view: View) -> Figure:
     found = [s for line in [FULL, *view.lines] if (s := view.at(line))]
     held = [Bar(s.line, s.bytes_held, size(int(s.bytes_held)), color_of(view, s.line)) for s in found]
     evicting = [s for s in found if s.line != FULL]
-    extra = [Bar(s.line, s.extra_seconds, f"{s.extra_seconds:.2f} s ({s.extra_seconds / s.prefill_seconds:.0%})", color_of(view, s.line)) for s in evicting]
+    extra = [
+        Bar(s.line, s.extra_seconds, f"{s.extra_seconds:.2f} s ({s.extra_seconds / s.prefill_seconds:.0%})", color_of(view, s.line))
+        for s in evicting
+    ]
     budget = report.show_budget(view.budget)
     wide, narrow = (
         (
@@ -220,8 +245,8 @@ def costs(view: View) -> Figure:
         for width in (520, 380)
     )
     caption = (
-        f"What a cache holds after eviction to {budget}, mean over prompts, and what scoring, extra passes and eviction add to one prefill, measured on "
-        "the first prompt only, beside whatever else the machine did; as a share of the full cache's prefill in brackets."
+        f"What a cache holds after eviction to {budget}, mean over prompts, and what scoring, extra passes and eviction add to a prefill, "
+        "measured on the first prompt only, beside whatever else the machine did; in brackets as a share of the full cache's prefill."
     )
     cells = [["line", "budget", "bytes held", "tokens kept, mean", "most in a head", "time added", "prefill"]]
     cells += [cost_row(s) for line in [FULL, *view.lines] for s in view.summaries if s.line == line]
@@ -254,9 +279,10 @@ def retention(example: Example) -> Figure:
     for kept in example.kept:
         for head in range(len(kept.retention[0])):
             cells.append([kept.line, str(head), *(f"{kept.retention[layer][head]:.0%}" for layer in layers)])
+    budget = report.show_budget(example.budget)
     caption = (
-        f"Share of the {len(example.tokens)} tokens of one prompt that each KV head kept at a budget of {report.show_budget(example.budget)}. A rule that "
-        "gives all heads as much is one colour; an adaptive one shows which layers and heads it favours."
+        f"Share of the {len(example.tokens)} tokens of one prompt that each KV head kept at a budget of {budget}; white is none, "
+        "dark blue all. A rule that gives all heads as much is one colour; an adaptive one shows which layers and heads it favours."
     )
     return Figure("retention", caption, maps, cells, columns=2)
 
@@ -283,8 +309,14 @@ def training(view: View) -> Figure | None:
         return None
     panels = [training_panel(line, logs) for line, logs in found.items()]
     cells = [["line", "run", "figure", "steps", "first", "last"]]
-    cells += [[line, log.run, log.name, f"{log.points[-1][0]:g}", f"{log.points[0][1]:.3f}", f"{log.points[-1][1]:.3f}"] for line, logs in found.items() for log in logs]
-    caption = "What the gates' training runs logged: the reward on held-out traces, the oracle's being -1, or the loss where none was measured."
+    cells += [
+        [line, log.run, log.name, f"{log.points[-1][0]:g}", f"{log.points[0][1]:.3f}", f"{log.points[-1][1]:.3f}"]
+        for line, logs in found.items()
+        for log in logs
+    ]
+    caption = (
+        "What the gates' training runs logged: the reward on held-out traces, the oracle's being -1, or the loss where none was measured."
+    )
     return Figure("training", caption, tuple(panels), cells, columns=3)
 
 

@@ -103,7 +103,9 @@ def complete(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
         return list(rows), []
     refuse_different(asked)
     every, shared = frozenset().union(*asked.values()), frozenset.intersection(*asked.values())
-    lacking = [f"{line} at {report.show_budget(budget)} lacks {len(every - own)}" for (line, budget, _), own in asked.items() if own != every]
+    lacking = [
+        f"{line} at {report.show_budget(budget)} lacks {len(every - own)}" for (line, budget, _), own in asked.items() if own != every
+    ]
     said = f"this comparison was stopped, or is still running: of {len(every)} questions, {'; '.join(lacking)}. "
     said += f"All figures are of the {len(shared)} that every line has"
     return [row for row in rows if (row.prompt, row.question) in shared], [said]

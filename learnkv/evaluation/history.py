@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from learnkv.evaluation.claims import Primary
 from learnkv.evaluation.trained import Lines, Trained
 from learnkv.places import PROMPTS, RUN
 from learnkv.prompts import Prompt, Question
@@ -22,17 +23,20 @@ class Entry:
     command  as it may be typed again
     gates    line -> its gates' trainings
     groups   name -> kinds that have a table together
+    primary  the endpoint that was declared, as in evaluate.primary; {} for none
     """
 
     command: str
     learnkv: str = __version__
     gates: dict = field(default_factory=dict)
     groups: dict = field(default_factory=dict)
+    primary: dict = field(default_factory=dict)
 
 
-def entry(command: str, gates: Lines, groups: Mapping[str, Sequence[str]]) -> Entry:
+def entry(command: str, gates: Lines, groups: Mapping[str, Sequence[str]], primary: Primary) -> Entry:
     told = {line: [asdict(run) | {"kinds": list(run.kinds)} for run in runs] for line, runs in gates.items()}
-    return Entry(command, gates=told, groups={name: list(kinds) for name, kinds in groups.items()})
+    declared = asdict(primary) if primary.methods else {}
+    return Entry(command, gates=told, groups={name: list(kinds) for name, kinds in groups.items()}, primary=declared)
 
 
 def remember(folder: Path, made: Entry, prompts: Iterable[Prompt]) -> None:
@@ -51,9 +55,15 @@ def entries_in(folder: Path) -> list[Entry]:
     if not path.is_file():
         return []
     try:
-        return [checked(Entry(**values)) for values in json.loads(path.read_text())]
+        return [checked(Entry(**values)) for values in checked_list(json.loads(path.read_text()))]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is truncated or was edited ({error}); delete it, the rows do without") from error
+
+
+def checked_list(found: object) -> list:
+    if not isinstance(found, list):
+        raise TypeError(f"it holds a {type(found).__name__}")
+    return found
 
 
 def gates_in(entries: Sequence[Entry]) -> dict[str, list[Trained]]:

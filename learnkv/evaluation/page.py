@@ -11,9 +11,8 @@ from learnkv.evaluation.charts import Style
 from learnkv.evaluation.document import Block, Commands, Grid, Points, Section, Strips
 from learnkv.evaluation.example import Example, Kept
 from learnkv.evaluation.figures import Cells, Figure
-from learnkv.evaluation.picture import COLORS, Picture, Shape, ink_on, shade, stacked, svg_of, tiled
-
-STEPS = 10  # shades of the shares that tokens were kept with
+from learnkv.evaluation.page_style import STEPS, style_sheet
+from learnkv.evaluation.picture import Picture, Shape, stacked, svg_of, tiled
 
 
 def html(title: str, sections: Sequence[Section], links: Sequence[tuple[str, str]] = ()) -> str:
@@ -27,7 +26,8 @@ def html(title: str, sections: Sequence[Section], links: Sequence[tuple[str, str
 
 def whole_page(title: str, body: str) -> str:
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-    return f'<!doctype html><html lang="en"><head>{head}<title>{escape(title)}</title><style>{style_sheet()}</style></head><body>{body}</body></html>\n'
+    head += f"<title>{escape(title)}</title><style>{style_sheet()}</style>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
 def section_html(section: Section) -> str:
@@ -43,6 +43,8 @@ def block_html(block: Block) -> str:
         return strips_html(block.example)
     if isinstance(block, Commands):
         return "".join(f'<pre class="scroll" tabindex="0">{escape(line)}</pre>' for line in block.lines)
+    if len(block.sentences) == 1 and not block.warning:
+        return f"<p>{escape(block.sentences[0])}</p>"
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in block.sentences)
     return f'<ul class="warning" role="note" aria-label="warnings">{items}</ul>' if block.warning else f"<ul>{items}</ul>"
 
@@ -51,11 +53,16 @@ def block_html(block: Block) -> str:
 
 
 def figure_html(figure: Figure) -> str:
-    shown = pictures_html(figure.name, figure.pictures, "wide" if figure.narrow else "")
+    first = figure.shown or len(figure.pictures)
+    shown = f"<h3>{escape(figure.title)}</h3>" if figure.title else ""
+    shown += pictures_html(figure.name, figure.pictures[:first], "wide" if figure.narrow else "")
+    if rest := figure.pictures[first:]:
+        shown += folded(f"the other {len(rest)}", pictures_html(f"{figure.name}-more", rest, ""))
     shown += pictures_html(f"{figure.name}-narrow", figure.narrow, "narrow") if figure.narrow else ""
     legend = legend_html(figure.legend, "narrow" if figure.narrow else "") if figure.legend else ""
     caption = f"<figcaption>{escape(figure.caption)}</figcaption>"
-    return f'<figure id="{figure.name}">{shown}{legend}{caption}{folded("the numbers", table_html(figure.cells, figure.caption))}</figure>'
+    numbers = folded("the numbers", table_html(figure.cells, figure.caption))
+    return f'<figure id="figure-{figure.name}">{shown}{legend}{caption}{numbers}</figure>'
 
 
 def pictures_html(name: str, pictures: Sequence[Picture], kind: str) -> str:
@@ -90,9 +97,17 @@ def table_html(cells: Cells, name: str) -> str:
     header, *rows = cells
     kind = "" if any(header) else ' class="facts"'
     head = f"<thead><tr>{row_html('th scope=col', header)}</tr></thead>" if any(header) else ""
-    body = "".join(f"<tr>{row_html('th scope=row', row[:1])}{row_html('td', row[1:])}</tr>" for row in rows)
+    body = "".join(f"<tr>{row_html(head_of(row[0]), row[:1])}{row_html('td', row[1:])}</tr>" for row in rows)
     place = f'<div class="scroll" tabindex="0" role="region" aria-label="table: {escape(name)}">'
     return f"{place}<table{kind}>{head}<tbody>{body}</tbody></table></div>"
+
+
+def head_of(name: str) -> str:
+    """A name that is longer than a phone has room for may be broken."""
+    return "th scope=row class=long" if len(name) > LONG else "th scope=row"
+
+
+LONG = 20  # characters
 
 
 def row_html(tag: str, cells: Sequence[str]) -> str:
@@ -111,9 +126,13 @@ def strips_html(example: Example) -> str:
 
 def strip_html(example: Example, kept: Kept) -> str:
     start, stop = example.span or (0, 0)
-    tokens = [token_html(i, text, share, start <= i < stop) for i, (text, share) in enumerate(zip(example.tokens, kept.shares, strict=True))]
+    tokens = [
+        token_html(i, text, share, start <= i < stop) for i, (text, share) in enumerate(zip(example.tokens, kept.shares, strict=True))
+    ]
     label = f'tabindex="0" role="application" aria-label="text as {escape(kept.line)} left it; arrow keys move over its tokens"'
-    return f'<h3>{escape(kept.line)}</h3><div class="strip" {label}>{"".join(tokens)}</div><output class="token" aria-live="polite"></output>'
+    return (
+        f'<h3>{escape(kept.line)}</h3><div class="strip" {label}>{"".join(tokens)}</div><output class="token" aria-live="polite"></output>'
+    )
 
 
 def token_html(position: int, text: str, share: float, answer: bool) -> str:
@@ -126,7 +145,7 @@ def token_table(example: Example) -> str:
     return table_html([["position", "token", *(kept.line for kept in example.kept)], *rows], "share of heads that kept each token")
 
 
-# the arrow keys' way over a strip; pointing at a token or touching it does the same
+# shows the answer first; arrow keys, pointing and touching say a token's place and share
 STRIPS_SCRIPT = """
 document.querySelectorAll(".strip").forEach(strip => {
   const tokens = strip.children, output = strip.nextElementSibling;
@@ -143,86 +162,11 @@ document.querySelectorAll(".strip").forEach(strip => {
     if (step) { go(at < 0 ? 0 : at + step); event.preventDefault(); }
   });
   const pointed = event => { if (event.target !== strip) go([...tokens].indexOf(event.target)); };
+  const answer = strip.querySelector(".answer");
+  if (answer) strip.scrollTop = answer.offsetTop - strip.offsetTop - strip.clientHeight / 2;
   strip.addEventListener("mouseover", pointed);
   strip.addEventListener("click", pointed);
 });
-"""
-
-
-# ---- how it looks
-
-
-def style_sheet() -> str:
-    light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in COLORS.items()) for i in (0, 1))
-    steps = [shade(i / STEPS) for i in range(STEPS + 1)]
-    shades = "".join(f".k{i}{{background:{color};color:{ink_on(color)}}}" for i, color in enumerate(steps))
-    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}{shades}{STYLE}"
-
-
-STYLE = """
-*{box-sizing:border-box}
-html{background:var(--paper);color:var(--ink);color-scheme:light dark;font:16px/1.5 system-ui,"DejaVu Sans",sans-serif;-webkit-text-size-adjust:100%}
-body{max-width:1120px;margin:0 auto;padding:1.5rem 1.25rem 4rem}
-h1{font-size:1.7rem;line-height:1.2;margin:.2em 0 .6em;overflow-wrap:anywhere}
-h2{font-size:1.3rem;margin:2.6em 0 .7em;padding-top:.5em;border-top:2px solid var(--ink)}
-h3{font-size:1rem;margin:1.8em 0 .5em}
-nav{display:flex;flex-wrap:wrap;gap:.25rem 1.1rem;font-size:.92rem}
-a{color:var(--c0)}
-p,li{max-width:75ch;overflow-wrap:anywhere}
-figure{margin:1.2rem 0 2.4rem}
-figcaption{color:var(--soft);font-size:.9rem;max-width:80ch;margin:.6rem 0}
-.pictures{display:grid;gap:1.2rem 1rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,var(--w)),1fr))}
-.pictures svg{display:block;width:100%;height:auto;font-family:system-ui,"DejaVu Sans",sans-serif;font-variant-numeric:tabular-nums}
-.narrow{display:none}
-.legend{display:flex;flex-wrap:wrap;gap:.15rem 1.2rem;list-style:none;padding:0;margin:.7rem 0;font-size:.85rem}
-.legend.narrow{display:none}
-.legend svg{width:40px;height:12px;margin-right:.5rem;vertical-align:middle}
-.warning{border-left:4px solid var(--c1);padding:.5rem 1rem .5rem 2rem;margin:1.2rem 0}
-.scroll{overflow-x:auto;max-width:100%}
-table{border-collapse:collapse;font-size:.84rem;font-variant-numeric:tabular-nums;margin:.4rem 0}
-th,td{padding:.28rem .7rem .28rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--grid);white-space:nowrap}
-thead th{vertical-align:bottom;white-space:normal;min-width:3.5rem;color:var(--soft);font-weight:600}
-tbody th{font-weight:500;position:sticky;left:0;background:var(--paper);min-width:10rem;max-width:17rem;white-space:normal;overflow-wrap:break-word}
-.facts{font-size:.95rem}
-.facts td{white-space:normal;overflow-wrap:anywhere;max-width:80ch}
-.facts th{color:var(--soft);position:static;min-width:8rem}
-details{margin:.5rem 0}
-summary{cursor:pointer;font-size:.92rem;color:var(--c0);overflow-wrap:anywhere}
-.long .scroll{max-height:24rem;overflow-y:auto}
-pre{background:color-mix(in srgb,var(--grid) 35%,transparent);padding:.6rem .8rem;margin:.5rem 0;font-size:.82rem}
-.strip{font:.82rem/1.75 ui-monospace,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid var(--grid);padding:.6rem;max-height:22rem;overflow-y:auto}
-.strip span{padding:.1em 0}
-.answer{outline:2px solid var(--c1);outline-offset:1px}
-.at{box-shadow:0 0 0 2px var(--c5)}
-.token{display:block;min-height:1.5em;font-size:.85rem;color:var(--soft);overflow-wrap:anywhere}
-.scale span{padding:.1em .5em;font-size:.85rem;display:inline-block}
-.scale .answer{margin-left:.8rem}
-:focus-visible{outline:3px solid var(--c5);outline-offset:2px}
-@media (max-width:640px){
- body{padding:1rem .75rem 3rem}
- h1{font-size:1.35rem}
- .wide{display:none}.narrow{display:grid}.legend.narrow{display:flex}
- tbody th{min-width:6.5rem;max-width:8.5rem;overflow-wrap:anywhere}
- .facts th{min-width:4.5rem}
-}
-@media print{
- @page{size:A4;margin:12mm}
- html{font-size:10.5pt}
- body{max-width:none;padding:0}
- nav,summary,.token{display:none}
- details::details-content{content-visibility:visible;display:block;height:auto}
- .long{display:none}
- .wide{display:grid}.narrow,.legend.narrow{display:none}
- .scroll,.strip{overflow:visible;max-height:none}
- table{font-size:6.6pt}
- th,td{white-space:normal;padding-right:.35rem}
- thead th{min-width:0}
- tbody th{position:static;min-width:4rem;overflow-wrap:anywhere}
- .pictures>div,tr,h2,h3,pre{break-inside:avoid}
- h2,h3{break-after:avoid}
- pre{white-space:pre-wrap;overflow-wrap:anywhere}
- span,svg{print-color-adjust:exact;-webkit-print-color-adjust:exact}
-}
 """
 
 
@@ -241,7 +185,11 @@ def markdown(title: str, sections: Sequence[Section], folder: str) -> str:
 def block_markdown(block: Block, folder: str) -> list[str]:
     if isinstance(block, Figure):
         about = block.pictures[0].about.replace("]", ")").replace("[", "(")
-        return [f"![{block.pictures[0].title}: {about}]({folder}/{block.name}.png)", block.caption, *folded_markdown("the numbers", block.cells)]
+        return [
+            f"![{block.pictures[0].title}: {about}]({folder}/{block.name}.png)",
+            block.caption,
+            *folded_markdown("the numbers", block.cells),
+        ]
     if isinstance(block, Grid):
         if block.folded:
             return folded_markdown(block.title, block.cells)

@@ -32,7 +32,7 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Stroke:
-    """A line through points, in a color's name or as #rrggbb; `dash` are the lengths drawn and left out, `tip` is shown under the pointer."""
+    """A line through points; color is a name or #rrggbb, `dash` the lengths drawn and left out, `tip` what the pointer shows."""
 
     points: tuple[Point, ...]
     color: str = "ink"
@@ -203,7 +203,7 @@ RAMP = ((247, 250, 253), (198, 219, 239), (107, 166, 208), (33, 103, 168), (8, 4
 
 def ink_on(ground: str) -> str:
     """Black or white, whichever reads better on #rrggbb."""
-    return "#ffffff" if luminance(ground) < 0.179 else "#111111"
+    return "#ffffff" if luminance(ground) < 0.179 else "#000000"
 
 
 def luminance(color: str) -> float:

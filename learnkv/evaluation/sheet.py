@@ -116,11 +116,15 @@ def tally(answers: Path, folder: Path) -> Tally:
     key = key_file(folder, str(told.get("sheet")))
     if not key.is_file():
         there = ", ".join(sorted(path.name for path in folder.glob("sheet-*.key.json"))) or "none"
-        raise ValueError(f"{answers} is of the sheet {told.get('sheet')}, whose key is not in {folder} (keys there: {there}); give its out=")
+        raise ValueError(
+            f"{answers} is of the sheet {told.get('sheet')}, whose key is not in {folder} (keys there: {there}); give its out="
+        )
     made = read_key(key)
     judged = told.get("answers")
     if not isinstance(judged, dict) or set(judged) - {str(i + 1) for i in range(len(made.items))} or set(judged.values()) - {*CHOICES}:
-        raise ValueError(f"{answers} holds other answers than {', '.join(CHOICES)} to the {len(made.items)} items of its sheet; export it again")
+        raise ValueError(
+            f"{answers} holds other answers than {', '.join(CHOICES)} to the {len(made.items)} items of its sheet; export it again"
+        )
     found = [outcome(made.items[int(number) - 1], choice) for number, choice in judged.items()]
     wins, ties, losses = (found.count(gain) for gain in (1, 0, -1))
     return Tally(made.line, made.budget, wins, ties, losses, made.same, len(made.items) - len(judged))

@@ -1,4 +1,4 @@
-"""The page on which a person judges a blind sheet: it counts, keeps the references back until the end, and gives the answers out as JSON."""
+"""The page on which a person judges a blind sheet: it counts, holds the references back until the end, and gives choices as JSON."""
 
 from __future__ import annotations
 
@@ -13,30 +13,13 @@ WORDS = {"A": "A is better", "B": "B is better", "tie": "tie"}
 def html(sheet: Sheet) -> str:
     """Nothing on it says whose an answer is."""
     items = "".join(item_html(number, item) for number, item in enumerate(sheet.items, 1))
-    intro = (
-        f"<p>{len(sheet.items)} questions, each with two answers. Say which answer is better, or that neither is. Which cache gave which answer is in a "
-        "key file that this page does not hold. The right answers show after the last choice, when choices can no longer be changed.</p>"
-        "<noscript><p>This page needs JavaScript to collect the choices; nothing leaves your machine.</p></noscript>"
-    )
-    end = (
-        '<p id="left" role="status"></p><button id="done" type="submit" disabled>Finish</button>'
-        '<div id="out" hidden><h2>Your choices</h2><p>Save them, then: <code>python -m learnkv.report tally=answers.json out=FOLDER</code>, FOLDER being '
-        'where this page lies.</p><p><a id="save" download="answers.json">Save answers.json</a></p>'
-        '<textarea id="json" readonly rows="6" aria-label="your choices as JSON"></textarea></div>'
-    )
-    style = (
-        "<style>fieldset{border:1px solid var(--grid);margin:1.5rem 0;padding:.8rem 1rem;min-width:0}legend{font-weight:600}"
-        ".pair{display:grid;gap:.8rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,18rem),1fr))}"
-        ".pair div{border:1px solid var(--grid);padding:.5rem .8rem;white-space:pre-wrap;overflow-wrap:anywhere}"
-        "label{display:inline-block;padding:.5rem 1rem .5rem 0}textarea{width:100%;font:inherit;font-size:.85rem}"
-        "button{font:inherit;padding:.5rem 1.2rem}.question{white-space:pre-wrap}</style>"
-    )
-    body = f'<header><h1>Which answer is better?</h1>{intro}</header><form id="sheet" data-sheet="{sheet.hash}">{items}{end}</form>'
-    return whole_page("Blind sheet", f"{style}{body}<script>{SCRIPT}</script>")
+    head = f"<header><h1>Which answer is better?</h1><p>{len(sheet.items)} questions, each with two answers.</p>{INTRO}</header>"
+    form = f'<form id="sheet" data-sheet="{sheet.hash}">{items}{END}</form>'
+    return whole_page("Blind sheet", f"<style>{STYLE}</style>{head}{form}<script>{SCRIPT}</script>")
 
 
 def item_html(number: int, item: Item) -> str:
-    pair = "".join(f'<div><strong>{name}</strong>\n{escape(text) or "(nothing)"}</div>' for name, text in (("A", item.a), ("B", item.b)))
+    pair = "".join(f"<div><strong>{name}</strong>\n{escape(text) or '(nothing)'}</div>" for name, text in (("A", item.a), ("B", item.b)))
     choices = "".join(
         f'<label><input type="radio" name="{number}" value="{choice}" required> {WORDS[choice]}</label>' for choice in CHOICES
     )
@@ -44,6 +27,27 @@ def item_html(number: int, item: Item) -> str:
     reference = f'<p class="reference" hidden>Right answer: {escape(item.reference) or "(not kept beside the rows)"}</p>'
     return f'<fieldset><legend>{number}</legend>{question}<div class="pair">{pair}</div>{choices}{reference}</fieldset>'
 
+
+INTRO = """<p>Say which answer is better, or that neither is. Which cache gave which answer is in a key file that this page does not hold.
+The right answers show after the last choice, when no choice can be changed any more.</p>
+<noscript><p>This page needs JavaScript to collect the choices; nothing leaves your machine.</p></noscript>"""
+
+END = """<p id="left" role="status"></p><button id="done" type="submit" disabled>Finish</button>
+<div id="out" hidden><h2>Your choices</h2>
+<p>Save them, then <code>python -m learnkv.report tally=answers.json out=FOLDER</code>, FOLDER being where this page lies.</p>
+<p><a id="save" download="answers.json">Save answers.json</a></p>
+<textarea id="json" readonly rows="6" aria-label="your choices as JSON"></textarea></div>"""
+
+STYLE = """
+fieldset{border:1px solid var(--grid);margin:1.5rem 0;padding:.8rem 1rem;min-width:0}
+legend{font-weight:600}
+.pair{display:grid;gap:.8rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,18rem),1fr))}
+.pair div{border:1px solid var(--grid);padding:.5rem .8rem;white-space:pre-wrap;overflow-wrap:anywhere}
+.question{white-space:pre-wrap}
+label{display:inline-block;padding:.5rem 1rem .5rem 0}
+textarea{width:100%;font:inherit;font-size:.85rem}
+button{font:inherit;padding:.5rem 1.2rem}
+"""
 
 SCRIPT = """
 const form = document.getElementById("sheet"), all = form.querySelectorAll("fieldset").length;

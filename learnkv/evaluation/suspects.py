@@ -25,7 +25,7 @@ def never_evicting(cells: dict[Cell, list[Row]]) -> list[str]:
 def over_budget(cells: dict[Cell, list[Row]]) -> list[str]:
     """Lines that hold more than was asked, those that hold everything aside."""
     held = {cell: own for cell, own in cells.items() if any(row.kept_mean < row.num_tokens for row in own)}
-    more = [cell for cell, own in held.items() if sum(map(excess, own)) / len(own) > 0.5]
+    more = [cell for cell, own in held.items() if sum(map(excess, own)) / len(own) > 1]
     return [f"{where(more)}: more tokens were kept than the budget holds (pins, or a budget that is not respected)"] if more else []
 
 
@@ -41,10 +41,14 @@ def below_random(cells: dict[Cell, list[Row]]) -> list[str]:
     prompts = list(dict.fromkeys(row.prompt for own in cells.values() for row in own))
     if len(prompts) < statistics.FEWEST or not rivals:
         return []
-    tests = [(cell, figure, *worse(cells[cell], cells[RANDOM, cell[1]], prompts, figure)) for cell in rivals for figure in ("accuracy", "nll")]
+    tests = [
+        (cell, figure, *worse(cells[cell], cells[RANDOM, cell[1]], prompts, figure)) for cell in rivals for figure in ("accuracy", "nll")
+    ]
     sure = statistics.holm([p for *_, p in tests])
     below = dict.fromkeys(cell for (cell, _, gap, _), p in zip(tests, sure, strict=True) if p < LEVEL and gap < 0)
-    return [f"{where(list(below))}: below random: scores may be reversed (p < {LEVEL:g} in accuracy or NLL, Holm over all)"] if below else []
+    return (
+        [f"{where(list(below))}: below random: scores may be reversed (p < {LEVEL:g} in accuracy or NLL, Holm over all)"] if below else []
+    )
 
 
 def worse(rows: Sequence[Row], others: Sequence[Row], prompts: Sequence[str], figure: str) -> tuple[float, float]:

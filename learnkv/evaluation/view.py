@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from learnkv.evaluation import claims, report, trained
+from learnkv.evaluation import claims, report
 from learnkv.evaluation.charts import STYLES, Style
 from learnkv.evaluation.gather import with_lines
 from learnkv.evaluation.report import ALL, FULL, Summary
