@@ -60,32 +60,36 @@ def run(command: ReportCommand) -> None:
     paths = [Path(path) for path in command.rows]
     found = gather.by_protocol(gather.rows_of(paths))
     beside = [path if path.is_dir() else path.parent for path in paths]
-    entries = [entry for place in beside for entry in history.entries_in(place)]
-    prompts = {name: prompt for place in beside for name, prompt in history.prompts_in(place).items()}
-    if len(found) > 1:
-        print(f"note: the rows are of {len(found)} protocols, which are never averaged: a page for each")
+    if len(found) == 1:
+        (rows,) = found.values()
+        board = folder if command.out else folder.parent  # beside the rows, unless the page has a place of its own
+        one_page(command, rows, beside, folder, board / BOARD, beside[0] / EXAMPLE)
+        return
+    print(f"note: the rows are of {len(found)} protocols, which are never averaged: a page for each")
     for protocol, rows in found.items():
-        fit = gather.gathered(rows)
-        made = view(fit.rows, command.front, command.budget)
-        shown = example_of(command, made, rows[0], prompts, beside[0] / EXAMPLE)
-        extras = Extras(fit.notes, entries, f"python -m learnkv.report {config.arguments(command)}".rstrip(), shown)
-        line = named(command.sheet.line, short_names(fit.rows)) if command.sheet.line else ""
-        judged = sheet_of(made, prompts, line, command.sheet.count, command.sheet.seed)
-        place = folder / protocol if len(found) > 1 else folder
-        say(made, fit.notes, publish(place, made, extras, judged, board_of(command, place)))
+        example_file = beside[0] / EXAMPLE.replace(".", f"-{protocol}.")
+        one_page(command, rows, beside, folder / protocol, folder / protocol / BOARD, example_file)
+
+
+def one_page(command: ReportCommand, rows: list[Row], beside: list[Path], place: Path, board: Path, example_file: Path) -> None:
+    """Everything about rows of one protocol; what runs left lies in the folders `beside`."""
+    fit = gather.gathered(rows)
+    made = view(fit.rows, command.front, command.budget)
+    entries = [entry for folder in beside for entry in history.entries_in(folder)]
+    prompts = {name: prompt for folder in beside for name, prompt in history.prompts_in(folder).items()}
+    shown = example_of(command, made, rows[0], prompts, example_file)
+    extras = Extras(fit.notes, entries, f"python -m learnkv.report {config.arguments(command)}".rstrip(), shown)
+    line = named(command.sheet.line, short_names(fit.rows)) if command.sheet.line else ""
+    judged = sheet_of(made, prompts, line, command.sheet.count, command.sheet.seed)
+    say(made, fit.notes, publish(place, made, extras, judged, board))
 
 
 def out_of(command: ReportCommand) -> Path:
-    """Where the page goes; the rows' own folder is only read."""
-    first = Path(command.rows[0]) if command.rows else None
-    if first is None:
+    """Where the page goes."""
+    if not command.rows:
         raise ValueError("rows= is empty; give the folder of a comparison")
+    first = Path(command.rows[0])
     return Path(command.out) if command.out else (first if first.is_dir() else first.parent) / "report"
-
-
-def board_of(command: ReportCommand, place: Path) -> Path:
-    """Beside the rows, unless the page has a place of its own."""
-    return place / BOARD if command.out else place.parent / BOARD
 
 
 def example_of(command: ReportCommand, made: View, like: Row, prompts: dict[str, Prompt], path: Path) -> Example | None:

@@ -87,7 +87,7 @@ def test_first_lines_say_model_prompts_protocol_and_what_they_cannot_show(sectio
     for part in (
         "weights 0000000000000000, float32",
         "12, split heldout, contexts of 100 to 100",
-        "codes, people",
+        "codes (6), people (6)",
         "before the question is known",
     ):
         assert part in told

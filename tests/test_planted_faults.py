@@ -111,9 +111,9 @@ def test_rows_of_two_protocols_are_never_averaged(tmp_path, capsys):
     rows = compared() + [replace(r, question_in_prefix=True, accuracy=0.0) for r in compared()]
     status, out, _ = reported(tmp_path, rows, capsys)
     pages = sorted(path.parent.name for path in (tmp_path / "report").glob("*/index.html"))
-    assert (
-        status == 0 and "2 protocols" in out and pages == ["inside-float32-one-shot-4-16-heldout", "outside-float32-one-shot-4-16-heldout"]
-    )
+    assert status == 0 and "2 protocols" in out
+    assert pages == ["inside-float32-one-shot-4-16-heldout", "outside-float32-one-shot-4-16-heldout"]
+    assert len(list((tmp_path / "report").glob("*/tensorboard/snapkv/events*"))) == 2
 
 
 def test_a_measurement_that_two_folders_hold_counts_once(tmp_path):

@@ -19,7 +19,7 @@ from learnkv.evaluation.view import view
 from learnkv.places import EXAMPLE, PROMPTS, ROWS, RUN
 from learnkv.report import ReportCommand, run
 from tests import browser
-from tests.comparison_parts import letter_tokenizer, short_prompt, tiny_model
+from tests.comparison_parts import full_row, letter_tokenizer, short_prompt, tiny_model
 from tests.report_parts import GATE, asked, compared, laid, needles
 from tests.report_parts import example as kept_example
 
@@ -160,6 +160,11 @@ def test_an_example_of_another_model_is_refused(tmp_path, capsys):
     kept_example().save(folder / EXAMPLE)
     assert report(f"rows={folder}") == 2
     assert "weights 0000000000000000; the rows are of tiny, weights 1111111111111111" in capsys.readouterr().err
+
+
+def test_an_example_of_the_other_protocol_is_refused():
+    with pytest.raises(ValueError, match="the rows have it the other way"):
+        example.refuse_other(kept_example(), full_row(question_in_prefix=True), Path("example.json"))
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"prompt": 3}'])

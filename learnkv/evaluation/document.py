@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -125,7 +126,7 @@ IN_SHORT = (
 def facts(view: View) -> Cells:
     first, rows = view.rows[0], view.rows
     sizes = [row.num_tokens for row in rows]
-    topics = list(dict.fromkeys(row.topic for row in rows))
+    topics = Counter(topic for topic, _ in dict.fromkeys((row.topic, row.prompt) for row in rows))
     where = (
         "the question is part of what is compressed"
         if first.question_in_prefix
@@ -135,7 +136,7 @@ def facts(view: View) -> Cells:
         ["", ""],
         ["model", f"{first.model}, weights {first.weights_hash}, {first.dtype}"],
         ["prompts", f"{len({row.prompt for row in rows})}, split {first.split}, contexts of {min(sizes):,} to {max(sizes):,} tokens"],
-        ["tasks" if any(row.task for row in rows) else "kinds", ", ".join(topics)],
+        ["tasks" if any(row.task for row in rows) else "kinds", ", ".join(f"{topic} ({count})" for topic, count in topics.items())],
         ["protocol", f"{where}; {first.prefill}; first {first.num_sinks} and last {first.num_recent} tokens always stay"],
         ["judged by", report.judging(rows)],
     ]

@@ -70,10 +70,14 @@ def load(path: Path) -> Example:
 
 
 def refuse_other(example: Example, row: Row, path: Path) -> None:
-    """Raises a ValueError for an example of another model than the rows'."""
+    """Raises a ValueError for an example of another model than the rows', or of another protocol."""
     if example.weights_hash != row.weights_hash:
         both = f"{example.model}, weights {example.weights_hash}; the rows are of {row.model}, weights {row.weights_hash}"
         raise ValueError(f"{path} is of {both}; delete it, or make it again with examples=")
+    if example.question_in_prefix != row.question_in_prefix:
+        raise ValueError(
+            f"{path} has the question inside or outside, the rows have it the other way; delete it, or make it again with examples="
+        )
 
 
 def look(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from typing import TypeVar
 
 from learnkv.evaluation import report
 from learnkv.evaluation.report import FULL
@@ -14,6 +15,7 @@ from learnkv.evaluation.rows import Row, read_rows
 from learnkv.places import ROWS
 
 Asked = tuple[str, int]  # prompt, question
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ def refuse_different(asked: Mapping[tuple[str, float, str], frozenset[Asked]]) -
             )
 
 
-def grouped(rows: Sequence[Row], key) -> dict[Hashable, list[Row]]:  # type: ignore[no-untyped-def, type-arg]
-    found: dict = defaultdict(list)
+def grouped(rows: Sequence[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:
+    found: dict[K, list[Row]] = defaultdict(list)
     for row in rows:
         found[key(row)].append(row)
     return dict(found)
