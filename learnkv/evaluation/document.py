@@ -21,6 +21,7 @@ from learnkv.evaluation.suspects import suspects
 from learnkv.evaluation.view import View, shortened
 from learnkv.gates import GATES
 from learnkv.prompts.kinds import KINDS
+from learnkv.tasks import TASKS
 
 FEW = 100  # prompts: of fewer, intervals are wide enough to be said again
 
@@ -188,7 +189,7 @@ def limits_of(view: View) -> Iterator[tuple[str, str]]:
     size = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([mb])\b", rows[0].model.lower())
     parameters = f", of {size[1]} {'million' if size[2] == 'm' else 'billion'} parameters" if size else ""
     yield "one model", f"{rows[0].model}{parameters}: another model may rank the methods otherwise"
-    if any(row.kind in KINDS for row in rows):
+    if any(row.kind in KINDS or (row.task and not TASKS[row.task].benchmark) for row in rows):
         yield "generated prompts", "texts made from templates and lists, not what users ask"
     yield (
         "one range of lengths",

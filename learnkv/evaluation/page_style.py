@@ -51,8 +51,8 @@ pre{background:color-mix(in srgb,var(--grid) 35%,transparent);padding:.6rem .8re
 .strip{font:.82rem/1.75 ui-monospace,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;
  border:1px solid var(--grid);padding:.6rem;max-height:22rem;overflow-y:auto}
 .strip span{padding:.1em 0}
-.answer{outline:2px solid var(--c1);outline-offset:1px}
-.at{box-shadow:0 0 0 2px var(--c5)}
+.answer{box-shadow:0 -2px 0 var(--c1),0 2px 0 var(--c1)}
+.at{outline:2px solid var(--c5)}
 .token{display:block;min-height:1.5em;font-size:.85rem;color:var(--soft);overflow-wrap:anywhere}
 .scale span{padding:.1em .5em;font-size:.85rem;display:inline-block}
 .scale .answer{margin-left:.8rem}
