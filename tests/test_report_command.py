@@ -194,6 +194,10 @@ SCREENS = (1280, 400)
 OVERFLOW = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
 SILENT = """[...document.querySelectorAll('svg,img')].filter(each => !each.getAttribute('aria-hidden') && !each.getAttribute('alt')
   && !(each.querySelector('title') && each.querySelector('desc'))).length"""
+UNPRINTED = """[...document.querySelectorAll('tbody th')].filter(each => {
+  each.className = 'long';  // as long names have it
+  return !each.closest('details.long') && !each.checkVisibility();
+}).length"""
 BARE = "[...document.querySelectorAll('figure')].filter(x => !x.querySelector('table')).length"
 
 
@@ -213,6 +217,9 @@ def test_pages_in_a_browser_fit_their_window_say_what_they_show_and_report_no_er
             tab.key("ArrowRight")
         assert tab.run("document.querySelector('.token').textContent") == "token 2: 0% of heads: “ is”"
         judge(tab, made / "report" / "sheet.html")
+        tab.open(made / "report" / "index.html", 1280)
+        tab.ask("Emulation.setEmulatedMedia", media="print")
+        assert tab.run(UNPRINTED) == 0
         assert tab.said == []
 
 

@@ -46,7 +46,7 @@ th.long{min-width:10rem;max-width:17rem;white-space:normal;overflow-wrap:break-w
 .facts th{color:var(--soft);position:static;min-width:8rem;white-space:normal}
 details{margin:.5rem 0}
 summary{cursor:pointer;font-size:.92rem;color:var(--c0);overflow-wrap:anywhere}
-.long .scroll{max-height:24rem;overflow-y:auto}
+details.long .scroll{max-height:24rem;overflow-y:auto}
 pre{background:color-mix(in srgb,var(--grid) 35%,transparent);padding:.6rem .8rem;margin:.5rem 0;font-size:.82rem}
 .strip{font:.82rem/1.75 ui-monospace,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;
  border:1px solid var(--grid);padding:.6rem;max-height:22rem;overflow-y:auto}
@@ -71,7 +71,7 @@ pre{background:color-mix(in srgb,var(--grid) 35%,transparent);padding:.6rem .8re
  nav,.token{display:none}
  summary{list-style:none;color:var(--ink);font-weight:600;margin-top:1rem}
  details::details-content{content-visibility:visible;display:block;height:auto}
- .long{display:none}
+ details.long{display:none}
  .wide{display:grid}.narrow,.legend.narrow{display:none}
  .scroll,.strip{overflow:visible;max-height:none}
  table{font-size:6.6pt}
