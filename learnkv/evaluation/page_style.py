@@ -77,7 +77,7 @@ pre{background:color-mix(in srgb,var(--grid) 35%,transparent);padding:.6rem .8re
  table{font-size:6.6pt}
  th,td{white-space:normal;padding-right:.35rem}
  thead th{min-width:0}
- tbody th{position:static;min-width:4rem;overflow-wrap:anywhere}
+ tbody th,th.long{position:static;min-width:4rem;overflow-wrap:anywhere}
  .pictures>div,tr,h2,h3,pre{break-inside:avoid}
  h2,h3{break-after:avoid}
  pre{white-space:pre-wrap;overflow-wrap:anywhere}
