@@ -123,13 +123,13 @@ def dump(recipe: object) -> str:
 
 
 def arguments(command: object) -> str:
-    """The command line that gives this command again: its recipe, and each key=value that is not the recipe's."""
-    recipe = f"recipe={getattr(command, 'recipe', '')}"
+    """The command line that gives this command again: its recipe where it takes one, and each key=value that is not the recipe's."""
     assert dataclasses.is_dataclass(command) and not isinstance(command, type)
-    values, usual = (flat(dataclasses.asdict(c)) for c in (command, load([recipe], type(command))))
-    values.pop("recipe")
+    recipe = [f"recipe={getattr(command, 'recipe', '')}"] if takes_recipe(type(command)) else []
+    values, usual = (flat(dataclasses.asdict(c)) for c in (command, load(recipe, type(command))))
+    values.pop("recipe", None)
     return shlex.join(
-        [recipe, *(f"{key}={argument_text(key, value, type(command))}" for key, value in values.items() if value != usual.get(key))]
+        [*recipe, *(f"{key}={argument_text(key, value, type(command))}" for key, value in values.items() if value != usual.get(key))]
     )
 
 

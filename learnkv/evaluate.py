@@ -9,6 +9,7 @@ python -m learnkv.evaluate 'evaluate.tasks=[niah_single_2,qa_1]' 'evaluate.kinds
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from learnkv import config, prompts, tasks
 from learnkv.budgets import Ratio
 from learnkv.checkpoint import load_gate
-from learnkv.evaluation import claims, report, trained
+from learnkv.evaluation import claims, history, report, trained
 from learnkv.evaluation.claims import Primary
 from learnkv.evaluation.compare import Estimate, EvaluateSettings, Plan, Work, compare, estimate, plan, plan_chosen, work_of
 from learnkv.evaluation.contenders import contenders_of, entries_of
@@ -74,6 +75,7 @@ def run(command: EvaluateCommand) -> None:
         tell(estimate(model, tokenizer, asked, plans, path=rows_file, question=settings.question))
         return
     print(f"rows go to {rows_file}; a stopped run goes on from there", flush=True)
+    history.remember(rows_file.parent, history.entry(config.arguments(command), gates_of(plans), settings.groups, settings.primary), asked)
     run_on = partial(compare, model, tokenizer, path=rows_file, question=settings.question, progress=watched)
     low = below_floor(run_on(asked, [each for each in plans if each.contender.scorer == "full"]), settings.floor) if settings.floor else {}
     asked = within_reach(asked, low, settings.floor)
@@ -81,6 +83,7 @@ def run(command: EvaluateCommand) -> None:
     show(rows, settings, gates_of(plans), {prompt.id for prompt in asked if prompt.pins}, low)
     shipped = "" if command.model == EvaluateCommand.model else " method=snapkv"  # the shipped gate is the bundled model's
     gate = f" gate={command.gate}" if command.gate else shipped
+    print(f"all of it as a page: python -m learnkv.report {shlex.quote(f'rows={settings.out}')}")
     print(f"next: python -m learnkv.generate model={command.model}{gate} compare=true")
 
 

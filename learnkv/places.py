@@ -12,6 +12,9 @@ MANIFEST = "manifest.parquet"
 SHARDS = "traces-*.safetensors"
 PARTS = "parts"  # a folder: traces that wait to be packed into a shard, one file each
 ROWS = "rows.jsonl"  # of a comparison
+RUN = "run.json"  # the commands that made its rows
+PROMPTS = "prompts.jsonl"  # what they asked
+EXAMPLE = "example.json"  # one prompt that methods were looked at on
 
 # where commands look and write unless told otherwise
 GATES_FOLDER = "checkpoints"

@@ -23,6 +23,7 @@ VERBS = {
     "record": Verb("record traces: full-cache passes with the attention that each token received later", "recipe=kvp"),
     "train": Verb("train a gate, recording what is missing", "recipe=kvp"),
     "evaluate": Verb("compare methods and budgets on held-out prompts", "recipe=compare estimate=true"),
+    "report": Verb("show a comparison as a page, with figures, tables and a blind sheet", "data/comparisons/compare", "rows"),
     "generate": Verb("answer with a compressed cache, and with the full one beside it", "compare=true"),
     "bench": Verb("measure speed and memory", "runtime", "part"),
     "profile": Verb("say where a model's heads look on your prompts, and which budgets that suggests", "prompts=mine.jsonl"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import math
 import os
+import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from zlib import crc32
 
 import torch
 
@@ -153,7 +154,7 @@ BEGIN = b'{"key": "'  # how every line begins
 def line_of(row: Row) -> str:
     """The row as a line, with a checksum: an edited figure shows."""
     values = {"key": row.key, **asdict(row)}
-    return json.dumps({**values, "crc": crc32(json.dumps(values).encode())})
+    return json.dumps({**values, "crc": zlib.crc32(json.dumps(values).encode())})
 
 
 def whole_lines(path: Path) -> bytes:
@@ -161,11 +162,20 @@ def whole_lines(path: Path) -> bytes:
 
     What comes after must be the beginning of one of our lines, which a kill has torn; ValueError where it is anything else.
     """
-    data = path.read_bytes()
+    data = contents(path)
     whole, newline, rest = data.rpartition(b"\n")
     if rest and not (rest.startswith(BEGIN) or BEGIN.startswith(rest)):
         raise ValueError(f"{path}: its last line, without an end, is no row of a comparison: {rest[:40]!r}; {FOREIGN}")
     return whole + newline
+
+
+def contents(path: Path) -> bytes:
+    """The bytes of a file, unpacked where its name ends in .gz."""
+    data = path.read_bytes()
+    try:
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} is truncated or no gzip file ({error})") from error
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -178,11 +188,13 @@ def parse_row(line: str, where: str) -> Row:
     try:
         values = json.loads(line)
         crc = values.pop("crc")
-        edited = crc != crc32(json.dumps(values).encode())
+        edited = crc != zlib.crc32(json.dumps(values).encode())
         key = values.pop("key")
         row = checked(Row(**values))
     except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{where} is no row of a comparison ({error}); {FOREIGN}") from error
+    except ValueError as error:  # a figure that no row may hold
+        raise ValueError(f"{where}: {error}") from error
     if key != row.key:
         raise ValueError(f"{where}: its key is {key} but its values give {row.key}; {FOREIGN}")
     if edited:
