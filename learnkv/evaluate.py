@@ -23,16 +23,19 @@ from tqdm import tqdm
 from learnkv import config, prompts, tasks
 from learnkv.budgets import Ratio
 from learnkv.checkpoint import load_gate
-from learnkv.evaluation import claims, history, report, trained
+from learnkv.evaluation import claims, example, gather, history, report, trained
 from learnkv.evaluation.claims import Primary
 from learnkv.evaluation.compare import Estimate, EvaluateSettings, Plan, Work, compare, estimate, plan, plan_chosen, work_of
 from learnkv.evaluation.contenders import contenders_of, entries_of
+from learnkv.evaluation.document import Extras
+from learnkv.evaluation.publish import BOARD, PAGES, SheetSettings, publish, sheet_of
 from learnkv.evaluation.rows import Row, budget_of, read_rows
 from learnkv.evaluation.statistics import FEWEST, too_few
 from learnkv.evaluation.tables import tables
 from learnkv.evaluation.trained import Lines, Trained, duration
-from learnkv.models import DTYPES, PreTrainedModel, load_model, refuse_long_contexts
-from learnkv.places import ROWS
+from learnkv.evaluation.view import view
+from learnkv.models import DTYPES, PreTrainedModel, PreTrainedTokenizerBase, load_model, refuse_long_contexts
+from learnkv.places import EXAMPLE, ROWS
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.format import write_atomically
@@ -83,7 +86,7 @@ def run(command: EvaluateCommand) -> None:
     show(rows, settings, gates_of(plans), {prompt.id for prompt in asked if prompt.pins}, low)
     shipped = "" if command.model == EvaluateCommand.model else " method=snapkv"  # the shipped gate is the bundled model's
     gate = f" gate={command.gate}" if command.gate else shipped
-    print(f"all of it as a page: python -m learnkv.report {shlex.quote(f'rows={settings.out}')}")
+    page(rows, plans, model, tokenizer, {prompt.id: prompt for prompt in asked}, Path(settings.out))
     print(f"next: python -m learnkv.generate model={command.model}{gate} compare=true")
 
 
@@ -239,6 +242,27 @@ def out_of_reach(low: Mapping[str, float], floor: float) -> list[str]:
     return [
         f"left out: {topic}, in which the full cache reaches {mean:.2f}, less than evaluate.floor={floor:g}" for topic, mean in low.items()
     ]
+
+
+def page(
+    rows: Sequence[Row],
+    plans: Sequence[Plan],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Mapping[str, Prompt],
+    folder: Path,
+) -> None:
+    """Write the page of the comparison, with what the lines in front keep of the first prompt."""
+    fit = gather.gathered(rows)
+    made = view(fit.rows)
+    contenders = {each.contender.line: each.contender for each in reversed(plans)}  # of several training runs the first
+    shown = [contenders[made.folders[line]] for line in made.styles]
+    kept = example.look(model, tokenizer, asked[rows[0].prompt], tqdm(shown, desc="example", file=sys.stderr), made.budget, rows[0])
+    kept.save(folder / EXAMPLE)
+    command = f"python -m learnkv.report {shlex.quote(f'rows={folder}')}"
+    judged = sheet_of(made, asked, "", SheetSettings.count, SheetSettings.seed)
+    for what, where in publish(folder / PAGES, made, Extras(fit.notes, history.entries_in(folder), command, kept), judged, folder / BOARD):
+        print(f"{what}: {where}")
 
 
 def claimed(rows: Sequence[Row]) -> list[str]:

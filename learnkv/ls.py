@@ -12,6 +12,7 @@ python -m learnkv.ls traces          prompts and bytes
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,7 +35,7 @@ class LsCommand:
 
 def run(command: LsCommand) -> None:
     folders = {name: Path(getattr(command, name)) for name in ("checkpoints", "runs", "traces")}
-    kinds = {
+    kinds: dict[str, Callable[[], Sequence[Cells]]] = {
         "recipes": inventory.recipes,
         "methods": methods,
         "tasks": registry.table,
@@ -53,7 +54,7 @@ def methods() -> list[Cells]:
     return [(one.name, f"arXiv:{one.paper}" if one.paper else "", "trained" if one.trained else "no weights") for one in sources.methods()]
 
 
-def lines(rows: list[Cells]) -> list[str]:
+def lines(rows: Sequence[Cells]) -> list[str]:
     """Cells under one another."""
     widths = [max(len(row[i]) for row in rows if i < len(row) - 1) for i in range(max(map(len, rows), default=1) - 1)]
     return ["  ".join([*(f"{cell:<{width}}" for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip() for row in rows]

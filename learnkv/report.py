@@ -15,24 +15,16 @@ from pathlib import Path
 
 from learnkv import config
 from learnkv.evaluation import example, gather, history
+from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.document import Extras
 from learnkv.evaluation.example import Example
-from learnkv.evaluation.publish import BOARD, publish, sheet_of
+from learnkv.evaluation.publish import BOARD, PAGES, SheetSettings, publish, sheet_of
 from learnkv.evaluation.rows import Row
 from learnkv.evaluation.sheet import tally
 from learnkv.evaluation.view import View, named, short_names, view
 from learnkv.models import DTYPES, load_model
 from learnkv.places import COMPARISONS_FOLDER, EXAMPLE
 from learnkv.prompts import Prompt, load_prompts, make
-
-
-@dataclass
-class SheetSettings:
-    """The blind sheet, which is made where rows hold generated answers."""
-
-    line: str = ""  # whose answers stand beside the full cache's; "" for the best gate, or without one the best heuristic
-    count: int = 30  # pairs of answers
-    seed: int = 0  # of which pairs, and of their order
 
 
 @dataclass
@@ -89,7 +81,7 @@ def out_of(command: ReportCommand) -> Path:
     if not command.rows:
         raise ValueError("rows= is empty; give the folder of a comparison")
     first = Path(command.rows[0])
-    return Path(command.out) if command.out else (first if first.is_dir() else first.parent) / "report"
+    return Path(command.out) if command.out else (first if first.is_dir() else first.parent) / PAGES
 
 
 def example_of(command: ReportCommand, made: View, like: Row, prompts: dict[str, Prompt], path: Path) -> Example | None:
@@ -109,7 +101,8 @@ def look(command: ReportCommand, budget: float, like: Row, prompts: dict[str, Pr
     own = load_prompts(command.prompts)[0] if command.prompts else prompts.get(like.prompt)
     prompt = own or make(["codes"], split="heldout", count=1, num_tokens=700, tokenizer=tokenizer)[0]
     print(f"model: {command.model or like.model}, {like.dtype}; looking at prompt {prompt.id}", flush=True)
-    return example.look(model, tokenizer, prompt, command.examples, budget, like)
+    contenders = contenders_of(command.examples, model, tokenizer, like.num_sinks, like.num_recent, always=())
+    return example.look(model, tokenizer, prompt, contenders, budget, like)
 
 
 def say(made: View, notes: Sequence[str], written: Sequence[tuple[str, Path]]) -> None:

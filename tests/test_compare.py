@@ -15,7 +15,7 @@ from learnkv.evaluation.compare import Bench, Plan, compare, encode_prompt, plan
 from learnkv.evaluation.contenders import contenders_of, gate_contender
 from learnkv.evaluation.judge import oracle_utility
 from learnkv.evaluation.report import summarise
-from learnkv.evaluation.rows import read_rows
+from learnkv.evaluation.rows import line_of, read_rows
 from learnkv.gates import GATES
 from learnkv.gates.kvp import KVP
 from learnkv.models import describe
@@ -343,3 +343,17 @@ def test_cost_of_scoring_is_seen_once_per_method(model, tokenizer, plans):
     rows = list(bench.rows(asked, cells))
     assert all(row.prefill_seconds > 0 and row.extra_seconds >= 0 for row in rows)
     assert len({row.prefill_seconds for row in rows}) == 1 and rows[0].extra_seconds == 0
+
+
+def test_a_prompt_that_became_other_tokens_is_measured_again_and_older_rows_stand(model, tokenizer, plans, tmp_path):
+    path = tmp_path / "rows.jsonl"
+
+    def tokens_after(change):
+        rows = [replace(row, tokens=change(row.tokens)) for row in compare(model, tokenizer, [short_prompt()], plans)]
+        path.write_text("".join(f"{line_of(row)}\n" for row in rows))
+        compare(model, tokenizer, [short_prompt()], plans, path=path)
+        return len(path.read_text().splitlines()) - len(rows), {row.tokens for row in read_rows(path)}
+
+    again, tokens = tokens_after(lambda own: "00000000")
+    assert again == len(plans) and len(tokens) == 2
+    assert tokens_after(lambda own: "") == (0, {""})

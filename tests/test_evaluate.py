@@ -45,7 +45,7 @@ def test_one_method_on_ones_own_prompts_ends_with_a_table_and_where_it_lies(fold
     lines = ("full cache", "random", "oracle", "snapkv+adaptive")
     for part in ("prompts: 3 with 3 questions", "40% accuracy", *lines, "next: python -m learnkv."):
         assert part in said
-    for name in ("rows.jsonl", "table.md", "plot.png"):
+    for name in ("rows.jsonl", "table.md", "plot.png", "report/index.html", "report/report.md"):
         assert f"{tmp_path / 'out' / name}" in said and (tmp_path / "out" / name).stat().st_size > 0
     assert len(read_rows(tmp_path / "out" / "rows.jsonl")) == 3 * (1 + 3)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from learnkv.prompts import encode
-from learnkv.tasks import TASKS, hub, named
+from learnkv.tasks import TASKS, named
 from learnkv.tasks.task import prompt_tokens
 from tests.recording import byte_tokenizer
 from tests.task_parts import CHAT, word_tokenizer

@@ -8,6 +8,7 @@ from learnkv import config, inventory, methods, places
 from learnkv.evaluate import EvaluateCommand
 from learnkv.ls import LsCommand, run
 from learnkv.record import RecordCommand
+from learnkv.tasks import registry
 from learnkv.train import TrainCommand
 from tests.places_parts import furnish, set_trap
 
@@ -60,6 +61,10 @@ def test_traces_come_with_prompts_and_bytes(furnished, monkeypatch, capsys):
     assert line == f"data/traces/tiny-targets-0a1b2c3d tiny mode targets 8 prompts {held / 2**10:.1f} KiB"
 
 
+def test_tasks_come_with_paper_metric_and_tokens(capsys):
+    assert ls(capsys, "tasks") == [" ".join(" ".join(row).split()) for row in registry.table()]
+
+
 def test_traces_that_wait_to_be_packed_are_told(furnished, tmp_path):
     (folder,) = (furnished / "data" / "traces").iterdir()
     shard = next(iter(sorted(folder.glob("*.safetensors"))))
@@ -75,6 +80,7 @@ def test_all_of_it_comes_under_headings_and_what_is_not_there_is_said(tmp_path, 
     assert [line for line in lines if line.endswith(":") and " " not in line] == [
         "recipes:",
         "methods:",
+        "tasks:",
         "checkpoints:",
         "runs:",
         "traces:",

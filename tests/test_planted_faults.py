@@ -51,7 +51,13 @@ def test_another_chat_template_for_one_line_is_refused_by_its_tokens(tmp_path, c
     """The same prompt with another head has other tokens."""
     rows = [replace(r, num_tokens=121) if r.line == "h2o" else r for r in compared()]
     status, _, error = reported(tmp_path, rows, capsys)
-    assert status == 2 and "has 100 tokens for full cache and 121 for h2o: another chat template or tokenizer" in error
+    assert status == 2 and "has 100 tokens for full cache and 121 tokens for h2o: another chat template or tokenizer" in error
+
+
+def test_another_chat_template_of_as_many_tokens_is_refused_by_their_hash(tmp_path, capsys):
+    rows = [replace(r, tokens={"h2o": "0b", "random": ""}.get(r.line, "0a")) for r in compared()]
+    status, _, error = reported(tmp_path, rows, capsys)
+    assert status == 2 and "has 100 tokens (hash 0a) for full cache and 100 tokens (hash 0b) for h2o" in error
 
 
 def test_a_method_that_never_evicts_is_named(tmp_path, capsys):

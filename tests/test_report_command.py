@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from learnkv import config, evaluate
 from learnkv.evaluation import example, figures, history
+from learnkv.evaluation.contenders import contenders_of
 from learnkv.evaluation.report import FULL
 from learnkv.evaluation.rows import read_rows
 from learnkv.evaluation.view import view
@@ -148,7 +149,9 @@ def test_examples_look_at_a_prompt_of_the_comparison_and_are_kept_for_a_page_wit
 
 def test_shares_of_tokens_and_heads_are_of_the_same_cache(folder):
     like = read_rows(folder / "out" / ROWS)[0]
-    found = example.look(tiny_model(), letter_tokenizer(), short_prompt(), ["snapkv", "snapkv+adaptive"], 0.4, like)
+    model, tokenizer = tiny_model(), letter_tokenizer()
+    shown = contenders_of(["snapkv", "snapkv+adaptive"], model, tokenizer, always=())
+    found = example.look(model, tokenizer, short_prompt(), shown, 0.4, like)
     for kept in found.kept:
         assert len(kept.shares) == len(found.tokens) and (len(kept.retention), len(kept.retention[0])) == (3, 2)
         assert sum(kept.shares) / len(kept.shares) == pytest.approx(torch.tensor(kept.retention).mean().item(), abs=1e-3)

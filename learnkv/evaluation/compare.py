@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -219,7 +221,12 @@ def works_of(bench: Bench, prompts: Sequence[Prompt], plans: Sequence[Plan], que
 
 def left_of(works: Sequence[Work], done: Mapping[str, Row]) -> list[Work]:
     """The measurements that are not done, each once whatever lines show it."""
-    return [(encoded, todo) for encoded, asked in works if (todo := unique([a for a in asked if a.cell.key not in done]))]
+    return [(encoded, todo) for encoded, asked in works if (todo := unique([a for a in asked if not is_done(a.cell, done)]))]
+
+
+def is_done(cell: Cell, done: Mapping[str, Row]) -> bool:
+    """A prompt whose tokens are others than when it was measured, through another chat template, is not."""
+    return cell.key in done and done[cell.key].stands_for(cell)
 
 
 def quick_table(
@@ -291,6 +298,12 @@ def refuse_unusable(prompt: Prompt, encoded: Sequence[Encoded], max_tokens: floa
             raise ValueError(f"{where}: {total} tokens with question and answer, the model has {max_tokens} positions; shorten the context")
 
 
+def hash_of(encoded: Encoded) -> str:
+    """8 hex digits of the tokens that the model sees."""
+    ids = [part.tolist() for part in (encoded.context, encoded.question, encoded.answer)]
+    return sha256(json.dumps(ids).encode()).hexdigest()[:8]
+
+
 @dataclass
 class Bench:
     """A model on which prompts are run, and the seconds that a prefill took with each method (measured once)."""
@@ -304,10 +317,10 @@ class Bench:
         """What one prefill serves: every question by every plan, or one question that is inside by every plan."""
         for first, asked in [(q, [asked_inside(e)]) for q, e in enumerate(encoded)] if inside else [(0, encoded)]:
             size = len(asked[0].context)
-            cells = [(self.cell(prompt, first + q, size, p, inside), p) for q in range(len(asked)) for p in plans]
+            cells = [(self.cell(prompt, first + q, size, p, inside, hash_of(e)), p) for q, e in enumerate(asked) for p in plans]
             yield asked, [Asked(cell, p, first, prompt.questions[cell.question]) for cell, p in cells]
 
-    def cell(self, prompt: Prompt, question: int, num_tokens: int, plan: Plan, inside: bool) -> Cell:
+    def cell(self, prompt: Prompt, question: int, num_tokens: int, plan: Plan, inside: bool, tokens: str) -> Cell:
         contender, budget = plan.contender, plan.budget
         return Cell(
             prompt=prompt.id,
@@ -332,6 +345,7 @@ class Bench:
             rope=self.base.rope_hash,
             dtype=str(self.model.dtype).removeprefix("torch."),
             task=prompt.task,
+            tokens=tokens,
         )
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from learnkv.evaluation.compare import encode_prompt
-from learnkv.evaluation.contenders import Contender, contenders_of
+from learnkv.evaluation.contenders import Contender
 from learnkv.evaluation.diagnosis import diagnose
 from learnkv.evaluation.judge import oracle_utility
 from learnkv.evaluation.rows import Row, budget_of
@@ -81,20 +81,18 @@ def refuse_other(example: Example, row: Row, path: Path) -> None:
 
 
 def look(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, methods: Sequence[str], budget: float, like: Row
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, contenders: Sequence[Contender], budget: float, like: Row
 ) -> Example:
-    """What each of the methods keeps of a prompt whose first question is asked.
+    """What each contender keeps of a prompt whose first question is asked.
 
-    methods  as in evaluate.methods
-    like     a row of the comparison: the question inside or outside, and the protected tokens
+    like  a row of the comparison: the question inside or outside, and the protected tokens
     """
     name, base, first = prompt.id, describe(model), prompt.questions[0]
     prompt = replace(prompt, questions=(first,))
-    chosen = contenders_of(methods, model, tokenizer, like.num_sinks, like.num_recent, always=())
     (encoded, *_) = encode_prompt(model, tokenizer, prompt)
     asked = asked_inside(encoded) if like.question_in_prefix else encoded
     utility = oracle_utility(model, [asked])
-    found = [of_line(model, tokenizer, prompt, c, c.at(budget_of(budget), utility), like) for c in chosen]
+    found = [of_line(model, tokenizer, prompt, c, c.at(budget_of(budget), utility), like) for c in contenders]
     tokens = [str(tokenizer.decode([token])) for token in asked.context.tolist()]
     return Example(
         name, prompt.task or prompt.kind, f"{first.text} {first.prefix}".strip(), first.answer.strip(), tokens,

@@ -85,13 +85,13 @@ def mean_score(rows: Sequence[Row]) -> float:
 
 
 def refuse_other_tokens(rows: Sequence[Row]) -> None:
-    """Raises a ValueError where one prompt has another number of tokens for another line: its template or tokenizer differs."""
+    """Raises a ValueError where one prompt has other tokens for another line: its template or tokenizer differs."""
     first: dict[Asked, Row] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: not row.tokens):  # those first that kept a hash of theirs
         other = first.setdefault((row.prompt, row.question), row)
-        if other.num_tokens != row.num_tokens:
-            sizes = f"{other.num_tokens} tokens for {other.line} and {row.num_tokens} for {row.line}"
-            raise ValueError(f"prompt {row.prompt} has {sizes}: another chat template or tokenizer; lines must see the same tokens")
+        if other.num_tokens != row.num_tokens or (row.tokens and row.tokens != other.tokens):
+            said = [f"{one.num_tokens} tokens{one.tokens and f' (hash {one.tokens})'} for {one.line}" for one in (other, row)]
+            raise ValueError(f"prompt {row.prompt} has {' and '.join(said)}: another chat template or tokenizer; lines must see the same")
 
 
 def complete(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:

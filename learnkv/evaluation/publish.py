@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from learnkv.evaluation import board, document, page, sheet_page
@@ -13,7 +14,17 @@ from learnkv.evaluation.view import View
 from learnkv.prompts import Prompt
 from learnkv.traces.format import write_atomically
 
+PAGES = "report"  # folder beside a comparison's rows
 PAGE, WORDS, FIGURES, SHEET, BOARD = "index.html", "report.md", "figures", "sheet.html", "tensorboard"
+
+
+@dataclass
+class SheetSettings:
+    """The blind sheet, which is made where rows hold generated answers."""
+
+    line: str = ""  # whose answers stand beside the full cache's; "" for the best gate, or without one the best heuristic
+    count: int = 30  # pairs of answers
+    seed: int = 0  # of which pairs, and of their order
 
 
 def publish(folder: Path, view: View, extras: Extras, judged: Sheet | None, board_folder: Path) -> list[tuple[str, Path]]:

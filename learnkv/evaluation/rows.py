@@ -37,6 +37,7 @@ class Cell:
     num_sinks, num_recent            first and last tokens that always stay
     model, weights_hash, rope, dtype the base model; rope is a hash of its RoPE frequencies
     task                             the task that judges the answer, "" where the answer's tokens are matched under teacher forcing
+    tokens                           8 hex digits of context, question and answer as tokens; "" in rows from before it was kept
     """
 
     prompt: str
@@ -61,6 +62,7 @@ class Cell:
     rope: str
     dtype: str
     task: str = field(default="", kw_only=True)
+    tokens: str = field(default="", kw_only=True)
 
     @property
     def topic(self) -> str:
@@ -70,10 +72,14 @@ class Cell:
     @property
     def key(self) -> str:
         """16 hex digits of what decides the figures; rows of equal keys are the same measurement, whatever line shows them."""
-        shown = {"kind", "split", "num_tokens", "line", "run", "model"}
+        shown = {"kind", "split", "num_tokens", "line", "run", "model", "tokens"}
         shown |= set() if self.task else {"task"}  # rows had their keys before there were tasks
         decides = {f.name: getattr(self, f.name) for f in fields(Cell) if f.name not in shown}
         return hashlib.sha256(json.dumps([FORMAT_VERSION, decides], sort_keys=True).encode()).hexdigest()[:16]
+
+    def stands_for(self, other: Cell) -> bool:
+        """Whether this measurement is the other's too: what decides is equal, and so are the tokens, as far as they were kept."""
+        return self.key == other.key and (self.tokens == other.tokens or "" in (self.tokens, other.tokens))
 
     @property
     def free(self) -> int:
