@@ -357,3 +357,12 @@ def test_a_prompt_that_became_other_tokens_is_measured_again_and_older_rows_stan
     again, tokens = tokens_after(lambda own: "00000000")
     assert again == len(plans) and len(tokens) == 2
     assert tokens_after(lambda own: "") == (0, {""})
+
+
+def test_every_line_is_whole_in_the_file_though_two_show_the_same_measurement(model, tokenizer, tmp_path):
+    one, *_ = plan(contenders_of(["h2o"], model, tokenizer, always=()), [0.3])
+    other = replace(one, contender=replace(one.contender, line="h2o (chosen)"))
+    for _ in range(2):
+        compare(model, tokenizer, [short_prompt()], [one, other], path=tmp_path / "rows.jsonl")
+        rows = read_rows(tmp_path / "rows.jsonl")
+        assert sorted(row.line for row in rows) == ["h2o", "h2o (chosen)"] and len({row.key for row in rows}) == 1

@@ -154,7 +154,10 @@ def compare(
             done[row.key] = row
             if store:
                 store.append(row)
-    return [replace(done[a.cell.key], **named(a.cell)) for _, asked in works for a in asked]
+    rows = [replace(done[a.cell.key], **named(a.cell)) for _, asked in works for a in asked]
+    if store:
+        store.show(rows)
+    return rows
 
 
 def named_rows(bench: Bench, encoded: list[Encoded], asked: list[Asked]) -> Iterator[Row]:

@@ -51,7 +51,11 @@ def remember(folder: Path, made: Entry, prompts: Iterable[Prompt]) -> None:
 
 def entries_in(folder: Path) -> list[Entry]:
     """The runs that made a folder's rows, in their order; none where nothing was left."""
-    path = folder / RUN
+    return entries_of(folder / RUN)
+
+
+def entries_of(path: Path) -> list[Entry]:
+    """As `entries_in`, from the file that a run left, wherever it was laid."""
     if not path.is_file():
         return []
     try:
