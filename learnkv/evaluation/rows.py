@@ -158,7 +158,7 @@ class RowFile:
         self.shown.add((row.key, row.line))
 
     def show(self, rows: Iterable[Row]) -> None:
-        """Appends the rows whose measurement is there under the names of other lines only: whoever reads the file finds every line whole."""
+        """Appends the rows whose measurement is there under other lines only: whoever reads the file finds every line whole."""
         for row in rows:
             if (row.key, row.line) not in self.shown:
                 self.append(row)
