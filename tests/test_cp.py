@@ -18,7 +18,7 @@ def test_every_shipped_recipe_is_copied_whole_and_its_command_named(recipe, tmp_
     assert cp(recipe) == 0
     (copy,) = Path().iterdir()
     assert copy.read_bytes() == config.recipe_file(recipe).read_bytes() and copy.name == f"{recipe.replace('/', '-')}.yaml"
-    verb = "evaluate" if recipe.startswith("compare") else "train"
+    verb = "evaluate" if recipe.startswith(("compare", "grid")) else "train"
     assert f"python -m learnkv.{verb} recipe={copy}\n" in capsys.readouterr().out
 
 
