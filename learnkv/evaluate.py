@@ -29,11 +29,11 @@ from learnkv.evaluation.rows import Row, budget_of, read_rows
 from learnkv.evaluation.statistics import FEWEST, too_few
 from learnkv.evaluation.tables import tables
 from learnkv.evaluation.trained import Lines, Trained, duration
+from learnkv.files import write_atomically
 from learnkv.models import DTYPES, PreTrainedModel, load_model, refuse_long_contexts
 from learnkv.places import ROWS
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
-from learnkv.traces.format import write_atomically
 
 
 @dataclass
