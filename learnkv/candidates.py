@@ -73,4 +73,17 @@ def values(verb: str, key: str, choices: list[str], typed: str) -> list[str]:
     return list(FilesCompleter()(typed)) if key in FILES else []
 
 
-FILES = {"path", "to", "prompts", "file", "runs", "out", "record.folder", "evaluate.out", "evaluate.choose", "checkpoints", "traces"}
+FILES = {
+    "path",
+    "to",
+    "prompts",
+    "file",
+    "runs",
+    "out",
+    "record.folder",
+    "evaluate.out",
+    "evaluate.choose",
+    "checkpoints",
+    "traces",
+    "plan.trace",
+}

@@ -54,11 +54,12 @@ ALLOWED = {
     "published":   {"capture", "gates", "models"},
     "outline":     {"counts", "gates", "geometry", "models", "prompts", "reconstruction", "traces", "training"},
     "contents":    {"counts", "places", "config", "inventory", "checkpoint", "models", "gates", "traces", "evaluation", "presses"},
+    "serving":     {"names", "files", "models", "evaluation"},
     "machine":     {"counts", "version", "ops", "assets", "models", "traces", "outline"},
 
     # of kernels the plain functions, which are written out into the exported file
-    "presses":     {"names", "files", "version", "sources", "rope", "geometry", "capture", "kernels", "budgets", "gates", "checkpoint", "traces",
-                    "kvpress", "transformers"},
+    "presses":     {"names", "files", "version", "sources", "rope", "geometry", "capture", "kernels", "budgets", "gates", "checkpoint",
+                    "traces", "kvpress", "transformers"},
 }  # fmt: skip
 COMMANDS = tuple(VERBS)
 LIGHT = ("ls", "cp", "completion")  # commands that import no torch
