@@ -22,7 +22,7 @@ from learnkv.serving.pool import PagePool
 from learnkv.serving.preemption import contest
 from learnkv.serving.requests import Session, Turn, count
 from learnkv.serving.settings import PlanSettings
-from learnkv.serving.shapes import SHAPES, shape_of
+from learnkv.serving.shapes import SHAPES, shape_from, shape_of
 from learnkv.serving.simulate import simulate
 from learnkv.serving.victims import VICTIMS
 from learnkv.serving.workload import Load, draw
@@ -225,6 +225,15 @@ def test_a_configurations_weights_are_the_models(name, tmp_path):
     assert shape.weights == pytest.approx(sum(p.numel() for p in text), rel=2e-3)
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     assert shape.sliding == kinds.count("sliding_attention")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"), [({"intermediate_size": None}, "no intermediate_size"), ({"num_local_experts": 8}, "experts")]
+)
+def test_what_would_be_counted_wrongly_is_refused(changes, says):
+    usual = dict(num_attention_heads=4, num_hidden_layers=2, hidden_size=32, intermediate_size=64, vocab_size=100)
+    with pytest.raises(ValueError, match=says):
+        shape_from("mine", usual | changes)
 
 
 @pytest.mark.parametrize(

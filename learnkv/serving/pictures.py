@@ -33,6 +33,7 @@ def draw(cells: Sequence[Cell], title: str, path: Path) -> None:
     for axis, (label, name, limit, scale) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
         (lines if curves else bars)(axis, cells, name, limit, scale)
         axis.set_title(label, fontsize="medium")
+        axis.set_axisbelow(True)
         axis.grid(alpha=0.3)
     figure.suptitle(title, fontsize="small")
     if curves:

@@ -37,7 +37,7 @@ def advise(cells: Sequence[Cell], settings: PlanSettings) -> Advice:
 
 
 def describe(settings: PlanSettings) -> str:
-    parts = [settings.goal]
+    parts: list[str] = [settings.goal]
     if settings.ttft_s is not None:
         parts.append(f"95% of first tokens within {settings.ttft_s:g} s")
     if settings.tpot_s is not None:

@@ -92,7 +92,8 @@ def shape_of(name: str) -> Shape:
 
 
 def shape_from(name: str, config: dict) -> Shape:
-    """The shape that a configuration's values give."""
+    """The shape that a configuration's values give; a ValueError for a decoder whose weights it would count wrongly."""
+    refuse_uncounted(name, config)
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     kv_heads = config.get("num_key_value_heads") or heads
     kinds = config.get("layer_types") or ["full_attention"] * layers
@@ -110,3 +111,13 @@ def shape_from(name: str, config: dict) -> Shape:
         sliding=sliding,
         window=config.get("sliding_window") or 0 if sliding else 0,
     )
+
+
+NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+
+
+def refuse_uncounted(name: str, config: dict) -> None:
+    if missing := [key for key in NEEDED if not isinstance(config.get(key), int)]:
+        raise ValueError(f"the configuration of {name} has no {', '.join(missing)}; its weights cannot be counted")
+    if experts := [key for key in config if "experts" in key and config[key]]:
+        raise ValueError(f"{name} is a mixture of experts ({experts[0]}), which plan does not count")

@@ -70,7 +70,7 @@ def arrivals(load: Load, number: int, rng: np.random.Generator) -> NDArray[np.fl
     if load.arrivals == "burst":
         return np.zeros(number)
     if load.arrivals == "even":
-        return gap * np.arange(number)
+        return gap * np.arange(number, dtype=np.float64)
     shape = 1.0 if load.arrivals == "poisson" else load.cv**-2
     return np.cumsum(rng.gamma(shape, gap / shape, number))
 
