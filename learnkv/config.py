@@ -227,6 +227,7 @@ PURPOSES = {
     "plan": "plan",
     "record": "record",
 }  # section -> command
+ESTIMATED = ("train", "record", "evaluate")  # commands that learnkv.estimate speaks for
 
 
 def read_recipe(name: str) -> DictConfig:
