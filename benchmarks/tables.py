@@ -19,8 +19,8 @@ from learnkv.evaluation.history import Entry
 from learnkv.evaluation.report import ALL, FULL, Summary
 from learnkv.evaluation.rows import Row, read_rows
 from learnkv.evaluation.trained import TWIN
+from learnkv.files import write_atomically
 from learnkv.gates import GATES
-from learnkv.traces.format import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -15,11 +15,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from learnkv.capture import capture, decoder_of, evictable_layers
+from learnkv.files import write_atomically
 from learnkv.geometry import kv_shape, max_positions
 from learnkv.models import PreTrainedModel
 from learnkv.prompts.haystack import Style, passage
 from learnkv.prompts.prompt import Tokenizer
-from learnkv.traces.format import write_atomically
 
 NUM_TOKENS = 1024  # of a text; filters of other texts lie within a few degrees of these on the bundled model
 STYLES: tuple[Style, ...] = ("prose", "docstrings", "code")

@@ -87,4 +87,5 @@ FILES = {
     "traces",
     "rows",
     "tally",
+    "plan.trace",
 }

@@ -19,12 +19,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from learnkv import config
+from learnkv.files import write_atomically
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
 from learnkv.models import BaseModel, PreTrainedModel, describe
 from learnkv.names import unknown
 from learnkv.places import CARD, WEIGHTS
-from learnkv.traces.format import write_atomically
 from learnkv.typed import checked
 from learnkv.version import __version__
 

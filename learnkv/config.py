@@ -31,7 +31,7 @@ from learnkv.names import nearest, unknown
 RECIPES = Path(__file__).parent / "recipes"
 
 # what a recipe file may hold at its top; a command skips what is not its own, and anything else is a mistake
-SHARED = frozenset({"model", "method", "prompts", "record", "gate", "train", "evaluate", "generate", "bench"})
+SHARED = frozenset({"model", "method", "prompts", "record", "gate", "train", "evaluate", "generate", "bench", "plan"})
 
 KEY = r"[A-Za-z_][\w.]*"
 
@@ -219,7 +219,15 @@ def purpose(name: str) -> str:
     return "train" if found == "record" and "method" in sections else found
 
 
-PURPOSES = {"train": "train", "gate": "train", "evaluate": "evaluate", "bench": "bench", "record": "record"}  # section -> command
+PURPOSES = {
+    "train": "train",
+    "gate": "train",
+    "evaluate": "evaluate",
+    "bench": "bench",
+    "plan": "plan",
+    "record": "record",
+}  # section -> command
+ESTIMATED = ("train", "record", "evaluate")  # commands that learnkv.estimate speaks for
 
 
 def read_recipe(name: str) -> DictConfig:

@@ -28,9 +28,9 @@ def run(command: CpCommand) -> None:
     if command.recipe not in config.recipe_names():
         raise unknown("recipe", command.recipe, config.recipe_names())
     path = copy(command.recipe, target(command))
-    argument = shlex.quote(f"recipe={path}")
-    lines = [f"recipe: {path}", f"what it would take: python -m learnkv.estimate {argument}"]
-    config.tell("\n".join([*lines, f"next: edit it, then python -m learnkv.{config.purpose(command.recipe)} {argument}"]))
+    argument, verb = shlex.quote(f"recipe={path}"), config.purpose(command.recipe)
+    estimate = [f"what it would take: python -m learnkv.estimate {argument}"] if verb in config.ESTIMATED else []
+    config.tell("\n".join([f"recipe: {path}", *estimate, f"next: edit it, then python -m learnkv.{verb} {argument}"]))
 
 
 def target(command: CpCommand) -> Path:

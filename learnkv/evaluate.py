@@ -34,11 +34,11 @@ from learnkv.evaluation.statistics import FEWEST, too_few
 from learnkv.evaluation.tables import tables
 from learnkv.evaluation.trained import Lines, Trained, duration
 from learnkv.evaluation.view import view
+from learnkv.files import write_atomically
 from learnkv.models import DTYPES, PreTrainedModel, PreTrainedTokenizerBase, load_model, refuse_long_contexts
 from learnkv.places import EXAMPLE, ROWS
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import Tokenizer
-from learnkv.traces.format import write_atomically
 
 
 @dataclass

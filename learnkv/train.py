@@ -30,6 +30,7 @@ from learnkv.capture import evictable_layers
 from learnkv.checkpoint import save_gate
 from learnkv.evaluation.compare import QUICK, quick_table, served
 from learnkv.evaluation.reward import rewards
+from learnkv.files import write_atomically
 from learnkv.gates import GATES
 from learnkv.gates.base import Gate
 from learnkv.gates.probe_tokens import ProbeTokens
@@ -44,7 +45,6 @@ from learnkv.places import EVENTS, LAST, RECIPE
 from learnkv.prompts import Prompt, encode
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.format import write_atomically
 from learnkv.traces.measure import softmax_scales
 from learnkv.traces.record import Plan, RecordSettings, make_prompts, place, plan_recording, record_plan, trace_folder
 from learnkv.traces.targets import RECONSTRUCTIONS, TARGETS

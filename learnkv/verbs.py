@@ -26,6 +26,7 @@ VERBS = {
     "report": Verb("show a comparison as a page, with figures, tables and a blind sheet", "data/comparisons/compare", "rows"),
     "generate": Verb("answer with a compressed cache, and with the full one beside it", "compare=true"),
     "bench": Verb("measure speed and memory", "runtime", "part"),
+    "plan": Verb("say what eviction buys a server: what fits, how fast, beside what no scheduler beats", "recipe=plan_chat"),
     "profile": Verb("say where a model's heads look on your prompts, and which budgets that suggests", "prompts=mine.jsonl"),
     "export": Verb("write a gate as a press of kvpress", "gate=checkpoints/kvp-smollm2-135m"),
     "estimate": Verb("say what a recipe would take before it runs", "recipe=paper/kvp"),

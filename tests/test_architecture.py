@@ -15,6 +15,7 @@ ALLOWED = {
     "kernels":     {"triton"},
     "names":       set(),
     "counts":      set(),
+    "files":       set(),
     "version":     set(),
     "rope":        set(),
     "geometry":    {"rope", "capture"},
@@ -40,26 +41,27 @@ ALLOWED = {
     "projection":  {"capture"},
     "reconstruction": {"ops", "observation"},
     "heuristics":  {"names", "ops", "rope", "geometry", "projection", "reconstruction", "observation", "budgets", "policy"},
-    "gates":       {"names", "ops", "rope", "geometry", "observation", "capture", "models", "traces", "peft"},
+    "gates":       {"names", "files", "ops", "rope", "geometry", "observation", "capture", "models", "traces", "peft"},
     "methods":     {"names", "heuristics", "gates", "checkpoint", "policy", "budgets", "observation"},
-    "traces":      {"names", "places", "counts", "typed", "locks", "version", "ops", "geometry", "capture", "observation", "projection",
-                    "reconstruction", "models", "prompts", "datasets"},
-    "calibration": {"geometry", "capture", "models", "prompts", "traces"},
+    "traces":      {"names", "places", "files", "counts", "typed", "locks", "version", "ops", "geometry", "capture", "observation",
+                    "projection", "reconstruction", "models", "prompts", "datasets"},
+    "calibration": {"files", "geometry", "capture", "models", "prompts", "traces"},
     "runtime":     {"names", "counts", "version", "ops", "rope", "geometry", "observation", "policy", "budgets", "capture", "transformers",
                     "peft"},
-    "training":    {"names", "places", "ops", "gates", "traces", "lightning"},
+    "training":    {"names", "places", "files", "ops", "gates", "traces", "lightning"},
     "kvpress_decode": {"kvpress", "transformers"},
     # runs lm-eval's own command, whose model of ours is in evaluation
     "lm_eval":     {"config", "evaluation"},
-    "checkpoint":  {"names", "places", "typed", "version", "config", "gates", "models", "traces"},
+    "checkpoint":  {"names", "places", "files", "typed", "version", "config", "gates", "models", "traces"},
     "published":   {"capture", "gates", "models"},
     "outline":     {"counts", "gates", "geometry", "models", "prompts", "reconstruction", "traces", "training"},
     "contents":    {"counts", "places", "config", "inventory", "checkpoint", "models", "gates", "traces", "evaluation", "presses"},
+    "serving":     {"names", "files", "models", "evaluation"},
     "machine":     {"counts", "version", "ops", "assets", "models", "traces", "outline"},
 
     # of kernels the plain functions, which are written out into the exported file
-    "presses":     {"names", "version", "sources", "rope", "geometry", "capture", "kernels", "budgets", "gates", "checkpoint", "traces",
-                    "kvpress", "transformers"},
+    "presses":     {"names", "files", "version", "sources", "rope", "geometry", "capture", "kernels", "budgets", "gates", "checkpoint",
+                    "traces", "kvpress", "transformers"},
 }  # fmt: skip
 COMMANDS = tuple(VERBS)
 LIGHT = ("ls", "cp", "completion")  # commands that import no torch

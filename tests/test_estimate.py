@@ -79,3 +79,7 @@ def test_mistakes_are_one_line(arguments, says, capsys):
 def test_a_recipe_that_nothing_can_be_said_of_is_refused(text, says, tmp_path, capsys):
     (tmp_path / "own.yaml").write_text(text)
     assert estimate.main([f"recipe={tmp_path}/own.yaml"]) == 2 and says in capsys.readouterr().err
+
+
+def test_what_has_an_estimate_is_known_without_torch_too():
+    assert set(config.ESTIMATED) == set(estimate.ESTIMATES)

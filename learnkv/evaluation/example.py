@@ -12,11 +12,11 @@ from learnkv.evaluation.contenders import Contender
 from learnkv.evaluation.diagnosis import diagnose
 from learnkv.evaluation.judge import oracle_utility
 from learnkv.evaluation.rows import Row, budget_of
+from learnkv.files import write_atomically
 from learnkv.models import PreTrainedModel, PreTrainedTokenizerBase, describe
 from learnkv.policy import Policy
 from learnkv.prompts import Prompt
 from learnkv.prompts.prompt import asked_inside
-from learnkv.traces.format import write_atomically
 from learnkv.typed import checked
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from learnkv.evaluation.claims import Primary
 from learnkv.evaluation.trained import Lines, Trained
+from learnkv.files import write_atomically
 from learnkv.places import PROMPTS, RUN
 from learnkv.prompts import Prompt, Question
-from learnkv.traces.format import write_atomically
 from learnkv.typed import checked
 from learnkv.version import __version__
 

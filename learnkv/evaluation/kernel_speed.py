@@ -21,7 +21,7 @@ from learnkv.evaluation.op_cases import cases
 from learnkv.evaluation.roofline import H200, Case, Ceilings, Line, ceilings_of, draw, measure, relative_error, span
 from learnkv.evaluation.speed import Figure
 from learnkv.evaluation.whole_model import GPU, LAPTOP, whole_model
-from learnkv.traces.format import write_atomically
+from learnkv.files import write_atomically
 
 if TYPE_CHECKING:
     from learnkv.ops import Build

@@ -18,6 +18,7 @@ from learnkv.capture import Captured, capture, evictable_layers
 from learnkv.counts import check_count
 from learnkv.evaluation.compare import encode_prompt
 from learnkv.evaluation.diagnosis import protected_mask
+from learnkv.files import write_atomically
 from learnkv.heuristics.oracle import Oracle
 from learnkv.models import PreTrainedModel
 from learnkv.observation import Observation, Slots
@@ -25,7 +26,6 @@ from learnkv.policy import Policy
 from learnkv.prompts import Encoded, Prompt
 from learnkv.prompts.prompt import Tokenizer
 from learnkv.traces import targets
-from learnkv.traces.format import write_atomically
 from learnkv.traces.measure import run, softmax_scales
 
 BUDGETS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.03)

@@ -11,8 +11,8 @@ from learnkv.evaluation.document import Extras
 from learnkv.evaluation.figures import Figure
 from learnkv.evaluation.sheet import Sheet, sheet
 from learnkv.evaluation.view import View
+from learnkv.files import write_atomically
 from learnkv.prompts import Prompt
-from learnkv.traces.format import write_atomically
 
 PAGES = "report"  # folder beside a comparison's rows
 PAGE, WORDS, FIGURES, SHEET, BOARD = "index.html", "report.md", "figures", "sheet.html", "tensorboard"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learnkv.evaluation import statistics
+from learnkv.evaluation.cells import aligned, markdown
 from learnkv.evaluation.rows import Row
 from learnkv.evaluation.statistics import Interval
 from learnkv.tasks import TASKS
@@ -140,18 +141,6 @@ def text_table(summaries: Sequence[Summary]) -> str:
 def markdown_table(summaries: Sequence[Summary]) -> str:
     """The table in GitHub's Markdown."""
     return markdown(table(summaries))
-
-
-def aligned(cells: list[list[str]]) -> str:
-    """Rows of cells as text in columns of equal width."""
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
-
-
-def markdown(cells: list[list[str]]) -> str:
-    """Rows of cells as a table in GitHub's Markdown, the first one its header."""
-    rows = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
 
 
 def table(summaries: Sequence[Summary], marks: Marks | None = None) -> list[list[str]]:

@@ -14,8 +14,8 @@ from scipy.stats import binomtest
 from learnkv.evaluation import report
 from learnkv.evaluation.report import FULL
 from learnkv.evaluation.rows import Row
+from learnkv.files import write_atomically
 from learnkv.prompts import Prompt
-from learnkv.traces.format import write_atomically
 from learnkv.typed import checked
 
 CHOICES = ("A", "B", "tie")

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from learnkv.files import write_atomically
 from learnkv.gates.base import Batch, describe_geometry
 from learnkv.gates.distilled import DistilledGate
 from learnkv.gates.soft import Seen, gated_attention, soft_attention
 from learnkv.models import BaseModel
 from learnkv.observation import Observation
-from learnkv.traces.format import Trace, write_atomically
+from learnkv.traces.format import Trace
 
 PATTERN, SETTINGS = "full_attention_heads.tsv", "config.json"  # as the authors name them
 

@@ -16,10 +16,10 @@ from unicodedata import normalize
 from safetensors.torch import save
 
 from learnkv.checkpoint import SHAPE, load_gate, tensors_of
+from learnkv.files import write_atomically
 from learnkv.gates.base import Gate, describe_geometry
 from learnkv.names import given, nearest
 from learnkv.sources import read
-from learnkv.traces.format import write_atomically
 from learnkv.version import __version__
 
 PRESSES = {  # method -> module of learnkv.presses, class

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from glob import escape
 from pathlib import Path
-from threading import get_ident
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from learnkv.files import write_atomically
 from learnkv.models import BaseModel
 from learnkv.places import CONFIG, MANIFEST, SHARDS
 from learnkv.typed import checked
@@ -164,51 +160,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     return total
 
 
-# ---- files, each written whole or not at all
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file beside `path`, then puts it in its place: a reader finds the old file or the whole new one.
-
-    Two writers at once each fill a file of their own.  Raises OSError with the file's name, on a full disk for one.
-    """
-    for left in path.parent.glob(f"{escape(path.name)}.*.tmp"):
-        writer = re.fullmatch(r"\.(\d+)\.\d+\.tmp", left.name.removeprefix(path.name))
-        if writer and not alive(int(writer[1])):  # a killed process left it
-            left.unlink(missing_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{get_ident()}.tmp")
-    try:
-        write(temporary)
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with suppress(OSError):  # a read-only folder says so here again
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno and str(error.filename or temporary) == str(temporary):
-            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
-        raise
-    sync_folder(path.parent)
-
-
-def alive(process: int) -> bool:
-    """Whether a process of this number runs here."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` last through a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+# ---- files
 
 
 def write_trace(path: Path, trace: Trace) -> None:

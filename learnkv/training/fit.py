@@ -16,10 +16,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from learnkv.files import write_atomically
 from learnkv.gates.base import Batch, Gate
 from learnkv.places import EVENTS, LAST
 from learnkv.traces.dataset import TraceDataset
-from learnkv.traces.format import Trace, write_atomically
+from learnkv.traces.format import Trace
 from learnkv.training.module import GateTraining, HeldOut, Stopwatch
 from learnkv.training.settings import TrainSettings
 from learnkv.training.steps import taught
