@@ -1,4 +1,4 @@
-"""The README's tables of results, from the files in benchmarks/results: `python benchmarks/tables.py` writes each between its markers.
+"""The README's tables of results, from the files in benchmarks/results: `python -m benchmarks.tables` writes each between its markers.
 
 <!-- short NAME -->    accuracy / NLL and share of the full cache's accuracy by group of kinds and budget; weights and training of gates
 <!-- tasks NAME -->    score by budget over all tasks, with its share of the full cache's, then score / NLL of each task at one budget
