@@ -112,10 +112,7 @@ def watched(works: list[Work]) -> Iterator[Work]:
 
 def below_floor(rows: Sequence[Row], floor: float) -> dict[str, float]:
     """Kind or task -> mean score of the full cache, where that is below the floor."""
-    scores: dict[str, list[float]] = {}
-    for row in rows:
-        scores.setdefault(row.topic, []).append(row.accuracy)
-    means = {topic: sum(found) / len(found) for topic, found in scores.items()}
+    means = {topic: gather.mean_score(own) for topic, own in gather.grouped(rows, lambda row: row.topic).items()}
     return {topic: mean for topic, mean in means.items() if mean < floor}
 
 
@@ -223,7 +220,7 @@ def show(rows: Sequence[Row], settings: EvaluateSettings, gates: Lines, pinned: 
         *out_of_reach(low, settings.floor),
         *notes(rows, pinned),
         *missing_groups(rows, settings.groups),
-        *claimed(rows),
+        *claims.said(rows),
         *trained.said(verdicts),
     ]
     print(f"\n{report.protocol(rows)}")
@@ -263,14 +260,6 @@ def page(
     judged = sheet_of(made, asked, "", SheetSettings.count, SheetSettings.seed)
     for what, where in publish(folder / PAGES, made, Extras(fit.notes, history.entries_in(folder), command, kept), judged, folder / BOARD):
         print(f"{what}: {where}")
-
-
-def claimed(rows: Sequence[Row]) -> list[str]:
-    """What the words in the tables claim, or why they claim nothing."""
-    prompts = len({row.prompt for row in rows})
-    if prompts < FEWEST:
-        return [f"nothing is claimed: {too_few(prompts)}"]
-    return claims.notes(claims.best_heuristics(claims.cells_of(rows)))
 
 
 def missing_groups(rows: Sequence[Row], groups: Mapping[str, Sequence[str]]) -> list[str]:

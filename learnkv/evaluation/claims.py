@@ -209,6 +209,14 @@ def show_p(p: float) -> str:
     return "" if math.isnan(p) else "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
+def said(rows: Sequence[Row]) -> list[str]:
+    """What the words in the tables claim of these rows, or why they claim nothing."""
+    prompts = len({row.prompt for row in rows})
+    if prompts < statistics.FEWEST:
+        return [f"nothing is claimed: {statistics.too_few(prompts)}"]
+    return notes(best_heuristics(cells_of(rows)))
+
+
 def notes(heuristics: Mapping[float, str]) -> list[str]:
     """What the marks mean, and which line is the best heuristic of each budget."""
     said = [

@@ -229,7 +229,8 @@ def left_of(works: Sequence[Work], done: Mapping[str, Row]) -> list[Work]:
 
 def is_done(cell: Cell, done: Mapping[str, Row]) -> bool:
     """A prompt whose tokens are others than when it was measured, through another chat template, is not."""
-    return cell.key in done and done[cell.key].stands_for(cell)
+    row = done.get(cell.key)
+    return row is not None and (row.tokens == cell.tokens or not row.tokens)
 
 
 def quick_table(
@@ -320,7 +321,8 @@ class Bench:
         """What one prefill serves: every question by every plan, or one question that is inside by every plan."""
         for first, asked in [(q, [asked_inside(e)]) for q, e in enumerate(encoded)] if inside else [(0, encoded)]:
             size = len(asked[0].context)
-            cells = [(self.cell(prompt, first + q, size, p, inside, hash_of(e)), p) for q, e in enumerate(asked) for p in plans]
+            hashes = [hash_of(e) for e in asked]
+            cells = [(self.cell(prompt, first + q, size, p, inside, tokens), p) for q, tokens in enumerate(hashes) for p in plans]
             yield asked, [Asked(cell, p, first, prompt.questions[cell.question]) for cell, p in cells]
 
     def cell(self, prompt: Prompt, question: int, num_tokens: int, plan: Plan, inside: bool, tokens: str) -> Cell:

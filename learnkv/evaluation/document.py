@@ -281,13 +281,7 @@ def all_tables(view: View, entries: Sequence[Entry]) -> Iterator[Block]:
     verdicts = trained.verdicts(view.rows, gates) if len({row.prompt for row in view.rows}) > 1 else []
     for number, table in enumerate(tables.tables(view.rows, groups, gates, verdicts, declared(view, entries))):
         yield Grid(table.title, table.cells, folded=number > 0)
-    prompts = len({row.prompt for row in view.rows})
-    said = (
-        [f"nothing is claimed: {too_few(prompts)}"]
-        if prompts < FEWEST
-        else claims.notes(claims.best_heuristics(claims.cells_of(view.rows)))
-    )
-    yield Points([*said, *trained.said(verdicts)])
+    yield Points([*claims.said(view.rows), *trained.said(verdicts)])
 
 
 def made(view: View, extras: Extras) -> list[Block]:

@@ -78,10 +78,6 @@ class Cell:
         decides = {f.name: getattr(self, f.name) for f in fields(Cell) if f.name not in shown}
         return hashlib.sha256(json.dumps([FORMAT_VERSION, decides], sort_keys=True).encode()).hexdigest()[:16]
 
-    def stands_for(self, other: Cell) -> bool:
-        """Whether this measurement is the other's too: what decides is equal, and so are the tokens, as far as they were kept."""
-        return self.key == other.key and (self.tokens == other.tokens or "" in (self.tokens, other.tokens))
-
     @property
     def free(self) -> int:
         """Tokens per KV head that the budget leaves beside the protected ones."""

@@ -108,12 +108,7 @@ MOST_PIPED = 1 << 27  # characters
 def from_record(path: Path, number: int, line: str) -> Prompt:
     """One line of a user's file as a Prompt; the answer's span is found when it occurs once."""
     # not through `datasets`, whose reader takes "2024-01-01" for a date and a path with [1] for a pattern, and names no line
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error}; write one object with context, question, answer per line") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{path}, line {number} holds a {type(row).__name__}; write one object with context, question, answer per line")
+    row = json_object(line, f"{path}, line {number}", "one object with context, question, answer per line")
     for key in ("context", "question", "answer"):
         text = row.get(key)
         if text is None or (key != "question" and not str(text).strip()):
@@ -131,6 +126,17 @@ def from_record(path: Path, number: int, line: str) -> Prompt:
     answer = answer if answer[:1].isspace() else " " + answer
     context = context if not question or context[-1:].isspace() else context + "\n\n"
     return Prompt("user", "user", context, (Question(question, prefix, answer, span),))
+
+
+def json_object(line: str, where: str, wanted: str) -> dict:
+    """A line as a JSON object; one that is none is a ValueError that says where it stands and what to write."""
+    try:
+        found = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}; write {wanted}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} holds a {type(found).__name__}; write {wanted}")
+    return found
 
 
 def refuse_half_characters(text: str, where: str) -> None:

@@ -6,7 +6,6 @@ middle of its context.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from learnkv.prompts import Prompt
+from learnkv.prompts.make import json_object
 from learnkv.tasks.task import Make, Size
 
 
@@ -64,7 +64,7 @@ def read(table: Table, source: str) -> Iterable[dict]:
     path = Path(source) / f"{table.name}.jsonl"
     if path.is_file():  # not through `datasets`, whose reader takes an answer like "2024-01-01" for a date
         lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
-        return [parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+        return [json_object(line, f"{path}, line {number}", "one object per line") for number, line in lines if line.strip()]
     from datasets import load_dataset  # seconds to import, for a hub's rows only
 
     try:
@@ -74,17 +74,6 @@ def read(table: Table, source: str) -> Iterable[dict]:
         raise ValueError(
             f"{table.benchmark}'s {table.name} can't be read from {source} ({reason}); give a folder with {path.name}, or run with network"
         ) from error
-
-
-def parsed(line: str, where: str) -> dict:
-    """A line of a folder's file."""
-    try:
-        found = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}; write one object per line") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} holds a {type(found).__name__}; write one object per line")
-    return found
 
 
 def in_order(table: Table, prompt_of: Callable[[Row], Prompt]) -> Callable[[str], Make]:
